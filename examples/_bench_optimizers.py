@@ -1,0 +1,238 @@
+"""The optimizers that the benchmark compares, each behind the same few methods."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+HYPERPARAMETERS: dict[str, Any] = {
+    "lr": 1e-4,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+}
+
+
+class Optimizer:
+    """One optimizer on one model; the base is no optimizer at all.
+
+    Attributes:
+        label: its name in tables.
+        state: what it keeps for a parameter, and where.
+        package: the distribution whose version belongs to its figures.
+    """
+
+    label = "forward + backward alone"
+    state = ""
+    package = "torch"
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @staticmethod
+    def load() -> None:
+        """Import what it needs, so that imports can be told from its own memory."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        """Update; may return with work in flight. ``torch.cuda.synchronize()`` ends it."""
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+    def version(self) -> str:
+        try:
+            return f"{self.package} {importlib.metadata.version(self.package)}"
+        except importlib.metadata.PackageNotFoundError:
+            return f"{self.package} (not installed: run from its sources)"
+
+
+class Offload(Optimizer):
+    """ghoffload. All that the benchmark knows of its interface is here."""
+
+    label = "ghoffload OffloadAdamW"
+    state = "fp32 p, m, v on the host"
+    package = "ghoffload"
+
+    def __init__(self, model: nn.Module, **config: Any) -> None:
+        super().__init__(model)
+        import ghoffload
+
+        self.optimizer = ghoffload.OffloadAdamW(
+            model.parameters(), **HYPERPARAMETERS, config=ghoffload.OffloadConfig(**config)
+        )
+
+    @staticmethod
+    def load() -> None:
+        try:
+            import ghoffload  # noqa: F401
+        except ModuleNotFoundError as error:
+            if error.name != "ghoffload":
+                raise
+            sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone
+            import ghoffload  # noqa: F401
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def report(self) -> str:
+        return str(self.optimizer.report())
+
+    @staticmethod
+    def ledger() -> dict[str, int]:
+        """Bytes that ghoffload says it holds, by memory kind."""
+        from ghoffload.memory import ledger
+
+        held: dict[str, int] = {}
+        for row in ledger.rows():
+            held[row.kind] = held.get(row.kind, 0) + row.nbytes
+        return held
+
+
+class TorchInHbm(Optimizer):
+    """torch's fused AdamW on fp32 masters, everything in HBM: what offloading is measured by."""
+
+    label = "torch AdamW (fused)"
+    state = "fp32 p, m, v in HBM"
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.weights = list(model.parameters())
+        self.masters = [nn.Parameter(weight.detach().float()) for weight in self.weights]
+        self.optimizer = torch.optim.AdamW(self.masters, **HYPERPARAMETERS, fused=True)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            master.grad = None if weight.grad is None else weight.grad.float()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        torch._foreach_copy_(self.weights, self.masters)
+
+
+class TorchAO(Optimizer):
+    """torchao's CPUOffloadOptimizer around torch's fused AdamW, its default."""
+
+    label = "torchao CPUOffloadOptimizer"
+    state = "bf16 p, m, v on the host (no fp32 master)"
+    package = "torchao"
+    offload_gradients = False
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        from torchao.optim import CPUOffloadOptimizer
+
+        self.optimizer = CPUOffloadOptimizer(
+            model.parameters(),
+            torch.optim.AdamW,
+            offload_gradients=self.offload_gradients,
+            fused=True,
+            **HYPERPARAMETERS,
+        )
+
+    @staticmethod
+    def load() -> None:
+        import torchao.optim  # noqa: F401
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+
+class TorchAOGradients(TorchAO):
+    """The same, which frees each gradient in HBM once it is on the host."""
+
+    label = "torchao, offload_gradients"
+    offload_gradients = True
+
+
+class DeepSpeed(Optimizer):
+    """DeepSpeed ZeRO-2 with the optimizer on the CPU (DeepSpeedCPUAdam), alone in its world.
+
+    The settings are those of its ZeRO-Offload tutorial, with two that favour it: buckets just above
+    the largest tensor, so that gradients leave during backward, and no search for overflow.
+    """
+
+    label = "DeepSpeed ZeRO-2 offload"
+    state = "fp32 p, m, v and gradients on the host"
+    package = "deepspeed"
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        import deepspeed
+
+        _alone_in_the_world()
+        largest = max(parameter.numel() for parameter in model.parameters())
+        adam = {name: value for name, value in HYPERPARAMETERS.items() if name != "betas"}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,  # used for its own throughput figures alone
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0.0,
+            "bf16": {"enabled": True, "check_grad_overflow": False},
+            "optimizer": {
+                "type": "AdamW",
+                "params": {**adam, "betas": list(HYPERPARAMETERS["betas"])},
+            },
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                "contiguous_gradients": True,
+                "overlap_comm": True,
+                "reduce_bucket_size": max(largest, 100_000_000),
+            },
+            "steps_per_print": 1_000_000_000,
+        }
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=model, model_parameters=list(model.parameters()), config=config
+        )
+
+    @staticmethod
+    def load() -> None:
+        # The CPU Adam is compiled at first use by ninja, which may lie beside this interpreter.
+        beside = str(Path(sys.executable).parent)
+        os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", ""), beside))
+        import deepspeed  # noqa: F401
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.engine(tokens)
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss)
+
+    def step(self) -> None:
+        self.engine.step()
+
+    def zero_grad(self) -> None:
+        self.engine.zero_grad()
+
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "ours": Offload,
+    "torch": TorchInHbm,
+    "torchao": TorchAO,
+    "torchao-gradients": TorchAOGradients,
+    "deepspeed": DeepSpeed,
+}
+
+
+def _alone_in_the_world() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in world.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"

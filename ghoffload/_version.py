@@ -1,0 +1,3 @@
+"""The version: its one home."""
+
+__version__ = "0.1.0.dev0"

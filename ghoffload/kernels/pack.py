@@ -1,0 +1,102 @@
+"""Copies between many tensors and one packed buffer, as one launch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from ghoffload.kernels import pool
+from ghoffload.kernels.pieces import COUNT, OFFSET, TENSOR, PieceTable, common_device, pointers
+from ghoffload.machine.protocol import Launch
+
+__all__ = ["pack", "unpack"]
+
+
+def pack(table: PieceTable, *, sources: Sequence[Tensor], packed: Tensor) -> Launch:
+    """Copy ``sources[k].flat[start:start + count]`` to ``packed[offset:]`` for every piece.
+
+    Bytes are copied as they are. ``start`` and ``count`` are in elements of the source (its memory
+    is taken as dense from ``data_ptr``), ``offset`` is in elements of ``packed``, which is
+    contiguous; the two may differ in dtype.
+
+    Raises:
+        ValueError: a piece outside its tensor, or tensors on several devices.
+    """
+    return _copies(table, sources, packed, to_packed=True)
+
+
+def unpack(table: PieceTable, *, packed: Tensor, destinations: Sequence[Tensor]) -> Launch:
+    """The reverse of ``pack``: copy ``packed[offset:]`` to each piece of ``destinations``."""
+    return _copies(table, destinations, packed, to_packed=False)
+
+
+def _copies(
+    table: PieceTable, tensors: Sequence[Tensor], packed: Tensor, *, to_packed: bool
+) -> Launch:
+    side = "sources" if to_packed else "destinations"
+    table.check_tensors(side, tensors)
+    common_device(packed=[packed], **{side: tensors})
+    if not packed.is_contiguous():
+        raise ValueError("packed expects a contiguous tensor, got a non-contiguous one")
+    item_sizes = np.array([tensor.element_size() for tensor in tensors], dtype=np.int64)
+    offsets = table.rows[:, OFFSET] * packed.element_size()
+    nbytes = table.rows[:, COUNT] * item_sizes[table.rows[:, TENSOR]] if len(table) else offsets
+    end = int((offsets + nbytes).max(initial=0))
+    if end > packed.numel() * packed.element_size():
+        raise ValueError(
+            f"packed expects {end} bytes or more, got {packed.numel() * packed.element_size()}"
+        )
+
+    def host(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        if to_packed:
+            _copy_on_host(table, reads, item_sizes, writes[0], offsets, nbytes, True)
+        else:
+            _copy_on_host(table, writes, item_sizes, reads[0], offsets, nbytes, False)
+
+    def device(stream: int) -> None:
+        from ghoffload.kernels import pack_cuda
+
+        starts = table.addresses(pointers(tensors), item_sizes)
+        pack_cuda.copy(starts, packed, offsets, nbytes, to_packed, stream)
+
+    ends = (tuple(tensors), (packed,)) if to_packed else ((packed,), tuple(tensors))
+    return Launch("pack" if to_packed else "unpack", *ends, device, host)
+
+
+_TASK_BYTES = 1 << 20
+
+
+def _copy_on_host(
+    table: PieceTable,
+    tensors: Sequence[Tensor],
+    item_sizes: npt.NDArray[np.int64],
+    packed: Tensor,
+    offsets: npt.NDArray[np.int64],
+    nbytes: npt.NDArray[np.int64],
+    to_packed: bool,
+) -> None:
+    theirs = table.addresses(pointers(tensors), item_sizes) if len(table) else offsets
+    ours = packed.data_ptr() + offsets
+    ends = (ours, theirs) if to_packed else (theirs, ours)
+    # Pieces are cut and gathered into tasks of about a megabyte; memmove releases the GIL.
+    tasks: list[list[tuple[int, int, int]]] = [[]]
+    filled = 0
+    for destination, source, left in zip(*(a.tolist() for a in (*ends, nbytes)), strict=True):
+        while left:
+            part = min(left, _TASK_BYTES - filled)
+            tasks[-1].append((destination, source, part))
+            destination, source, left = destination + part, source + part, left - part
+            filled += part
+            if filled == _TASK_BYTES:
+                tasks.append([])
+                filled = 0
+
+    def task(copies: list[tuple[int, int, int]]) -> None:
+        for copy in copies:
+            ctypes.memmove(*copy)
+
+    pool.run(task, tasks)

@@ -1,0 +1,371 @@
+"""CudaMachine: the machine protocol on a real GPU.
+
+Streams, events and device memory are torch's, so that the caching allocator and the user's own
+streams see them; copies and pinning are driver calls on the raw stream handle (a copy costs 3 us
+instead of the 8 us of ``Tensor.copy_``). Importing this module needs no GPU, driver or
+cuda-bindings; making a ``CudaMachine`` does.
+
+Note [current context]
+    A driver call acts on the calling thread's current context. A fresh thread has none, and
+    torch's device guard does nothing there for device 0, nor does it suffice that another device
+    is current. So every driver call and launch runs with this device's primary context pushed.
+    Driver calls leave no sticky "last error" behind that torch would find and report as its own,
+    as those of the runtime API do; their result is the first element of a tuple, always checked.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ghoffload.errors import MachineUnavailableError
+from ghoffload.machine.protocol import Event, Launch, Machine, Stream
+from ghoffload.machine.topology import unusable_gpu
+from ghoffload.machine.traffic import Traffic
+
+# Results by value: the names are CUresult's, the same in every version of the bindings.
+_OUT_OF_MEMORY = 2
+_REFUSED_PIN = {
+    1: "CUDA_ERROR_INVALID_VALUE",
+    _OUT_OF_MEMORY: "CUDA_ERROR_OUT_OF_MEMORY",
+    304: "CUDA_ERROR_OPERATING_SYSTEM",
+    800: "CUDA_ERROR_NOT_PERMITTED",
+    801: "CUDA_ERROR_NOT_SUPPORTED",
+}
+_MEMHOSTREGISTER_PORTABLE = 1  # pinned for every device's context, not for this one's alone
+
+
+class CudaStream(Stream):
+    """A stream of torch's, or of the user's, by name."""
+
+    __slots__ = ("handle", "name", "torch_stream")
+
+    def __init__(self, name: str, torch_stream: torch.cuda.Stream) -> None:
+        self.name = name
+        self.torch_stream = torch_stream
+        self.handle = int(torch_stream.cuda_stream)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CudaStream) and self.torch_stream == other.torch_stream
+
+    def __hash__(self) -> int:
+        return hash(self.torch_stream)
+
+    def __repr__(self) -> str:
+        return f"<CudaStream {self.name} {self.handle:#x}>"
+
+
+class CudaEvent(Event):
+    """A CUDA event without timing; torch creates it when it is first recorded."""
+
+    __slots__ = ("name", "recorded", "torch_event")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.torch_event = torch.cuda.Event()
+        self.recorded = False
+
+    def __repr__(self) -> str:
+        return f"<CudaEvent {self.name}{'' if self.recorded else ', not recorded'}>"
+
+
+class CudaMachine(Machine):
+    """One CUDA device and its host. Use ``CudaMachine.of``: one machine a device is enough.
+
+    Args:
+        device: a CUDA device; without an index, the current one.
+
+    Attributes:
+        device: with its index.
+        h2d: the stream that brings host state to HBM.
+        d2h: the two streams that bring it back, by turns.
+        traffic: what was copied and launched.
+        pin_refusal: the driver's answer to the last pin that it refused.
+
+    Raises:
+        ValueError: not a CUDA device.
+        MachineUnavailableError: it cannot be used; the message says why.
+    """
+
+    kind: ClassVar[str] = "cuda"
+
+    def __init__(self, device: torch.device | str | int = "cuda") -> None:
+        self.device = _usable(device)
+        self._driver = _driver()
+        self._context = _Context(self._driver, self.device.index)
+        # Host state of the next buckets comes in while the kernel updates this one (and later
+        # while backward runs): it overlaps compute and both d2h streams.
+        self.h2d = CudaStream("h2d", torch.cuda.Stream(self.device))
+        # Updated state goes back while the kernel updates the next bucket and under the next
+        # forward. The two never run at once; why there are two: Note [streams] in protocol.py.
+        self.d2h = (
+            CudaStream("d2h 0", torch.cuda.Stream(self.device)),
+            CudaStream("d2h 1", torch.cuda.Stream(self.device)),
+        )
+        self.traffic = Traffic()
+        self.pin_refusal: str | None = None
+        self._registered: dict[int, tuple[int, bool]] = {}  # address: (bytes, pinned)
+
+    @classmethod
+    def of(cls, device: torch.device | str | int = "cuda") -> CudaMachine:
+        """The machine of ``device``, made at the first call."""
+        index = _usable(device).index
+        with _machines_lock:
+            if index not in _machines:
+                _machines[index] = cls(index)
+            return _machines[index]
+
+    def current_stream(self) -> CudaStream:
+        return CudaStream("compute", torch.cuda.current_stream(self.device))
+
+    def event(self, name: str) -> CudaEvent:
+        return CudaEvent(name)
+
+    def record(self, event: Event, stream: Stream) -> None:
+        ours = _own_event(event)
+        ours.torch_event.record(_own_stream(stream).torch_stream)
+        ours.recorded = True
+
+    def wait(self, stream: Stream, event: Event, *, label: str) -> None:
+        ours = _recorded(event, f"{label!r} on stream {stream.name!r}")
+        _own_stream(stream).torch_stream.wait_event(ours.torch_event)
+
+    def pace(self, stream: Stream, event: Event) -> None:
+        ours = _recorded(event, f"pacing of stream {stream.name!r}")
+        _own_stream(stream).torch_stream.wait_event(ours.torch_event)
+
+    def synchronize(self, event: Event, *, label: str) -> None:
+        _recorded(event, f"{label!r} on the host").torch_event.synchronize()
+
+    def copy(self, destination: Tensor, source: Tensor, *, stream: Stream) -> None:
+        handle = _own_stream(stream).handle
+        nbytes = destination.nbytes
+        if nbytes != source.nbytes:
+            raise ValueError(
+                f"copy expects as many bytes on both sides, got {source.nbytes:,} for a "
+                f"destination of {nbytes:,}"
+            )
+        if not (destination.is_contiguous() and source.is_contiguous()):
+            raise ValueError("copy expects contiguous tensors, got one that is not")
+        to_device = self._in_hbm(destination)
+        from_device = self._in_hbm(source)
+        if not (to_device or from_device):
+            # The driver would copy at once, in the calling thread.
+            raise ValueError(f"copy expects one side on {self.device}, got two host tensors")
+        if nbytes == 0:
+            return
+        with self._context:
+            _check(
+                self._driver.cuMemcpyAsync(
+                    destination.data_ptr(), source.data_ptr(), nbytes, handle
+                ),
+                f"copy of {nbytes:,} bytes on stream {stream.name!r}",
+            )
+        self.traffic.copies += 1
+        if not from_device:
+            self.traffic.h2d_bytes += nbytes
+        elif not to_device:
+            self.traffic.d2h_bytes += nbytes
+
+    def launch(self, launch: Launch, *, stream: Stream) -> None:
+        handle = _own_stream(stream).handle
+        index = self.device.index
+        for tensor in (*launch.reads, *launch.writes):
+            # On coherent machines a wrong pointer is not a fault but a slow or stale read.
+            if tensor.get_device() != index and not self._pinned(tensor):
+                raise ValueError(
+                    f"kernel {launch.name!r} expects tensors on {self.device} or in its pinned "
+                    f"host memory, got one of shape {tuple(tensor.shape)} on {tensor.device}"
+                )
+        with self._context:
+            launch.device(handle)
+        self.traffic.launches += 1
+
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        if self._in_hbm(tensor):
+            tensor.record_stream(_own_stream(stream).torch_stream)
+        # Registered host memory is safe without: unregister_host waits for all queued work.
+        elif not self._within_registered(tensor):
+            raise ValueError(
+                f"record_stream expects a tensor on {self.device} or in registered host memory, "
+                "got another host tensor"
+            )
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
+    def free(self, tensor: Tensor) -> None:
+        if not self._in_hbm(tensor):
+            raise ValueError(f"free expects a tensor on {self.device}, got a host tensor")
+        # The block goes back to the caching allocator when the caller's references go. It knows
+        # only the stream that the tensor was made on; the lanes may still use it.
+        for stream in (self.h2d, *self.d2h, self.current_stream()):
+            tensor.record_stream(_own_stream(stream).torch_stream)
+
+    def register_host(self, address: int, nbytes: int, *, pin: bool) -> bool:
+        if address in self._registered:
+            raise ValueError(f"host memory at {address:#x} is registered already")
+        pinned = False
+        if pin:
+            with self._context:
+                (result,) = self._driver.cuMemHostRegister(
+                    address, nbytes, _MEMHOSTREGISTER_PORTABLE
+                )
+            if int(result) in _REFUSED_PIN:
+                self.pin_refusal = _REFUSED_PIN[int(result)]
+            else:
+                _check((result,), f"pinning {nbytes:,} bytes of host memory")
+                pinned = True
+        self._registered[address] = (nbytes, pinned)
+        return pinned
+
+    def unregister_host(self, address: int) -> None:
+        if address not in self._registered:
+            raise ValueError(f"no host memory is registered at {address:#x}")
+        _, pinned = self._registered.pop(address)
+        try:
+            with self._context:
+                # Pageable memory, too: where the GPU reads it in place, copies are asynchronous.
+                (idle,) = self._driver.cuCtxSynchronize()
+                if pinned:
+                    result = self._driver.cuMemHostUnregister(address)
+                    if int(idle) == 0:
+                        _check(result, f"unpinning host memory at {address:#x}")
+        except _ContextLostError:
+            return  # the driver is shutting down, pins and queued work went with the context
+        # A failed synchronisation is an earlier kernel's error, which torch reports to whoever
+        # asks next; with it the context is lost, and no queued work is left that could run.
+
+    def memory_allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    def _in_hbm(self, tensor: Tensor) -> bool:
+        if tensor.is_cpu:
+            return False
+        if tensor.get_device() != self.device.index:
+            raise ValueError(f"expected a tensor on {self.device} or the CPU, got {tensor.device}")
+        return True
+
+    def _pinned(self, tensor: Tensor) -> bool:
+        return tensor.is_cpu and self._within_registered(tensor, pinned=True)
+
+    def _within_registered(self, tensor: Tensor, *, pinned: bool = False) -> bool:
+        start = tensor.untyped_storage().data_ptr()
+        end = start + tensor.untyped_storage().nbytes()
+        return any(
+            address <= start and end <= address + nbytes and (is_pinned or not pinned)
+            for address, (nbytes, is_pinned) in list(self._registered.items())
+        )
+
+
+_machines: dict[int, CudaMachine] = {}
+_machines_lock = threading.Lock()
+
+
+class _ContextLostError(RuntimeError):
+    """The primary context is gone: the process is ending."""
+
+
+class _Context:
+    """Makes a device's primary context the thread's current one: Note [current context]."""
+
+    def __init__(self, driver: Any, index: int) -> None:
+        self._push = driver.cuCtxPushCurrent
+        self._pop = driver.cuCtxPopCurrent
+        _check(driver.cuInit(0), "starting the CUDA driver")
+        device = _check(driver.cuDeviceGet(index), f"finding device {index}")
+        # Never released: torch holds it for the life of the process, too.
+        self._context = _check(driver.cuDevicePrimaryCtxRetain(device), "making a CUDA context")
+
+    def __enter__(self) -> None:
+        (result,) = self._push(self._context)
+        if int(result) != 0:
+            raise _ContextLostError(f"the CUDA context cannot be made current: {_name(result)}")
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._pop()
+
+
+def _usable(device: torch.device | str | int) -> torch.device:
+    """``device`` with its index, once it is known that it can be used."""
+    wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if wanted.type != "cuda":
+        raise ValueError(f"device expects a CUDA device, got {str(wanted)!r}")
+    if torch.version.hip is not None:
+        raise MachineUnavailableError(
+            f"the CUDA machine needs a CUDA build of torch, got one for ROCm {torch.version.hip}"
+        )
+    if not torch.cuda.is_available():
+        reason = unusable_gpu()
+        if reason is None:
+            reason = f"torch {torch.__version__} finds no CUDA GPU on this machine"
+        raise MachineUnavailableError(f"the CUDA machine cannot be used: {reason}")
+    index = torch.cuda.current_device() if wanted.index is None else wanted.index
+    if index >= torch.cuda.device_count():
+        raise MachineUnavailableError(
+            f"expected a device below cuda:{torch.cuda.device_count()}, the number of GPUs that "
+            f"torch sees, got cuda:{index}"
+        )
+    _driver()
+    return torch.device("cuda", index)
+
+
+@functools.cache
+def _driver() -> Any:
+    """The driver bindings, checked to reach a driver."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise MachineUnavailableError(
+            f"the CUDA machine needs cuda-bindings ({error}): pip install 'cuda-bindings>=12.9,<14'"
+        ) from error
+    try:
+        _check(driver.cuDriverGetVersion(), "asking the CUDA driver for its version")
+    except Exception as error:  # the bindings raise their own kinds where there is no libcuda
+        raise MachineUnavailableError(f"the CUDA driver cannot be reached: {error}") from error
+    return driver
+
+
+def _check(result: tuple[Any, ...], what: str) -> Any:
+    """The value in a (code, value) tuple of the bindings; an error where the code is one."""
+    code, *values = result
+    if int(code) == _OUT_OF_MEMORY:
+        raise torch.OutOfMemoryError(f"{what} failed: {_name(code)}")
+    if int(code) != 0:
+        raise RuntimeError(f"{what} failed: {_name(code)}")
+    return values[0] if values else None
+
+
+def _name(code: Any) -> str:
+    return f"{getattr(code, 'name', 'CUDA error')} ({int(code)})"
+
+
+def _own_stream(stream: Stream) -> CudaStream:
+    if not isinstance(stream, CudaStream):
+        raise TypeError(f"expected a stream of a CUDA machine, got {type(stream).__name__}")
+    return stream
+
+
+def _own_event(event: Event) -> CudaEvent:
+    if not isinstance(event, CudaEvent):
+        raise TypeError(f"expected an event of a CUDA machine, got {type(event).__name__}")
+    return event
+
+
+def _recorded(event: Event, waiter: str) -> CudaEvent:
+    ours = _own_event(event)
+    if not ours.recorded:
+        # CUDA itself would let the waiter pass.
+        raise RuntimeError(f"event {event.name!r} was never recorded; it is awaited by {waiter}")
+    return ours

@@ -1,0 +1,459 @@
+"""VirtualMachine: the machine protocol on CPU tensors, for tests, sweeps and machines without GPU.
+
+"HBM" is ordinary CPU memory and registered host arenas are the host. The runtime above cannot tell
+the difference, except that what it queues on other streams may run in any order the rules allow
+(virtual_queue.py), that both memories have capacities (virtual_memory.py), and that with checks on
+every access that nothing orders is an error (checking.py).
+
+Note [eager]
+    The caller's own operations are torch's, run at once in the calling thread, and count as
+    operations on the current stream. A ``TorchDispatchMode`` that ``use_machine`` enters shows them
+    to the machine. Those on tensors in a host arena alone are the host's own; those that mix both
+    are as a synchronous ``cudaMemcpy``: on the stream, and the host has waited for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import OrderingError
+from .checking import Checker
+from .clocks import HOST, Access, Clock
+from .protocol import Event, Launch, Machine, Stream
+from .traffic import Traffic
+from .virtual_dispatch import EagerMode, plan_of, split, tensors_in
+from .virtual_memory import Memory, Region
+from .virtual_queue import (
+    POISON,
+    Operation,
+    Order,
+    Queues,
+    TensorRef,
+    VirtualEvent,
+    VirtualStream,
+)
+
+
+class VirtualMachine(Machine):
+    """The machine protocol on CPU tensors. Single-threaded.
+
+    Args:
+        hbm_bytes: capacity of the "HBM"; ``None`` for no limit. Memory from ``empty`` counts, and
+            while the machine is entered with ``use_machine`` every tensor that torch touches.
+        host_bytes: capacity for registered host memory; ``None`` for no limit.
+        order: when operations on other streams than the current one run: ``"earliest"`` (when they
+            are queued), ``"latest"`` (when something needs them) or ``"adversarial"`` (seeded).
+        seed: of the adversarial order. The same program and seed run in the same order.
+        check: raise ``OrderingError`` for accesses that nothing orders.
+
+    Attributes:
+        dropped_waits: labels of waits and synchronizations that are ignored, to prove that each is
+            needed.
+        labels: how often each label was seen.
+        stats: bytes and operations queued.
+    """
+
+    kind: ClassVar[str] = "virtual"
+
+    def __init__(
+        self,
+        *,
+        hbm_bytes: int | None = None,
+        host_bytes: int | None = None,
+        order: Order = "earliest",
+        seed: int = 0,
+        check: bool = False,
+    ) -> None:
+        self.device = torch.device("cpu")
+        self.dropped_waits: set[str] = set()
+        self.labels: Counter[str] = Counter()
+        self.stats = Traffic()
+        self._queues = Queues(order, seed)
+        self._checker = Checker(self._queues.streams) if check else None
+        self._memory = Memory(hbm_bytes, host_bytes, self._died)
+        self.h2d: VirtualStream = self.stream("h2d")
+        self.d2h = (self.stream("d2h 0"), self.stream("d2h 1"))
+
+    def __repr__(self) -> str:
+        checks = "on" if self._checker else "off"
+        return f"<VirtualMachine, order {self._queues.order}, checks {checks}>"
+
+    # -- streams and events
+
+    def current_stream(self) -> Stream:
+        return self._queues.current
+
+    def stream(self, name: str) -> VirtualStream:
+        """A new stream."""
+        return self._queues.stream(name)
+
+    @contextlib.contextmanager
+    def use_stream(self, stream: Stream) -> Iterator[None]:
+        """Make ``stream`` the current one, as ``torch.cuda.stream`` does."""
+        outer = self._queues.current
+        self._switch(_own(stream))
+        try:
+            yield
+        finally:
+            self._switch(outer)
+
+    def event(self, name: str) -> Event:
+        return VirtualEvent(name)
+
+    def record(self, event: Event, stream: Stream) -> None:
+        self._enter()
+        event, stream = _recorded_later(event), _own(stream)
+        if self._checker is not None:
+            self._checker.record(event, stream)
+        event.mark = Operation(f"record {event.name!r}", stream)
+        self._queues.add(event.mark)
+
+    def wait(self, stream: Stream, event: Event, *, label: str) -> None:
+        self._enter()
+        stream = _own(stream)
+        event = _recorded(event, f"wait {label!r} on stream {stream.name!r}")
+        self.labels[label] += 1
+        if label in self.dropped_waits:
+            return
+        if self._checker is not None:
+            self._checker.wait(stream, event)
+        self._queues.add(Operation(f"wait {label!r}", stream, after=event.mark))
+
+    def pace(self, stream: Stream, event: Event) -> None:
+        self._enter()
+        stream = _own(stream)
+        event = _recorded(event, f"pace on stream {stream.name!r}")
+        self._queues.add(Operation("pace", stream, after=event.mark))  # clocks stay apart: see wait
+
+    def synchronize(self, event: Event, *, label: str) -> None:
+        self._enter()
+        event = _recorded(event, f"synchronize {label!r}")
+        self.labels[label] += 1
+        if label in self.dropped_waits:
+            return
+        self._queues.force(event.mark)
+        if self._checker is not None:
+            self._checker.synchronize(event.clock)
+
+    def synchronize_all(self) -> None:
+        """Block the host until everything has run, as ``torch.cuda.synchronize``."""
+        self._enter()
+        self.run_pending()
+        if self._checker is not None:
+            for stream in self._queues.streams:
+                self._checker.synchronize(stream.clock)
+
+    def run_pending(self) -> None:
+        """Run everything that is queued; nothing is ordered by that."""
+        self._queues.run_all()
+
+    # -- operations
+
+    def copy(self, destination: Tensor, source: Tensor, *, stream: Stream) -> None:
+        self._enter()
+        stream = _own(stream)
+        nbytes = destination.numel() * destination.element_size()
+        source_bytes = source.numel() * source.element_size()
+        if nbytes != source_bytes:
+            raise ValueError(
+                f"copy expects as many bytes in the source as in the destination, got {source_bytes} "
+                f"({_form(source)}) and {nbytes} ({_form(destination)})"
+            )
+        for tensor in (destination, source):
+            if tensor.device.type != "cpu" or not tensor.is_contiguous():
+                raise ValueError(f"copy expects contiguous CPU tensors, got {_form(tensor)}")
+        self.stats.copies += 1
+        self.stats.h2d_bytes += nbytes if stream is self.h2d else 0
+        self.stats.d2h_bytes += nbytes if stream in self.d2h else 0
+        if nbytes == 0:
+            return
+        name = f"copy on {stream.name}"
+        self._check("copy", stream, (source,), (destination,))
+        into, out_of = self._refs(stream, (destination, source))
+
+        def run() -> None:
+            to, of = into.resolve(), out_of.resolve()
+            if to is None:
+                self._too_late(name)
+            elif of is None:
+                ctypes.memset(into.start, POISON, nbytes)
+            else:
+                ctypes.memmove(into.start, out_of.start, nbytes)
+
+        self._queues.add(Operation(name, stream, run, uses=(into, out_of)))
+
+    def launch(self, launch: Launch, *, stream: Stream) -> None:
+        self._enter()
+        stream = _own(stream)
+        for tensor in (*launch.reads, *launch.writes):
+            if tensor.device.type != "cpu":
+                raise ValueError(
+                    f"{launch.name} expects CPU tensors on the virtual machine, got {_form(tensor)}"
+                )
+        self.stats.launches += 1
+        self._check(launch.name, stream, launch.reads, launch.writes)
+        reads, writes = self._refs(stream, launch.reads), self._refs(stream, launch.writes)
+        name, host = launch.name, launch.host  # not the launch: it holds the tensors
+
+        def run() -> None:
+            with torch.no_grad():
+                host(
+                    [self._resolved(ref, name, writes=False) for ref in reads],
+                    [self._resolved(ref, name, writes=True) for ref in writes],
+                )
+
+        self._queues.add(Operation(name, stream, run, uses=(*reads, *writes)))
+
+    def host_access(
+        self, name: str, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()
+    ) -> None:
+        """Tell checking mode that the host itself uses tensors now, out of torch's sight."""
+        self._enter()
+        if self._checker is not None:
+            clock = self._checker.issue_on_host()
+            self._touch(name, HOST, clock, reads, writes=False)
+            self._touch(name, HOST, clock, writes, writes=True)
+
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        self._enter()
+        stream = _own(stream)
+        region = self._memory.region(tensor, self._queues.current.thread)
+        if region is None:
+            return
+        if self._checker is not None:
+            time = self._checker.issue(stream)[stream.thread]
+            region.recorded[stream.thread] = time
+        if stream.queue:
+            storage = tensor.untyped_storage()
+            hold: Callable[[], object] = storage.nbytes  # a bound method holds the storage
+            self._queues.add(Operation("record_stream", stream, lambda: None and hold()))
+
+    # -- memory
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        self._enter()
+        self._memory.reserve(math.prod(shape) * dtype.itemsize)
+        with self._unseen():
+            tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        region = self._memory.region(tensor, self._queues.current.thread)
+        if region is not None:
+            region.owned = True
+            if self._checker is not None or self._queues.order != "earliest":
+                _poison(region)
+            self._allocated(tensor)
+        return tensor
+
+    def free(self, tensor: Tensor) -> None:
+        self._enter()
+        region = self._memory.find(tensor)
+        if tensor.numel() == 0:
+            return
+        if region is None or not region.owned or region.freed:
+            was = "memory that was freed before" if region and region.freed else "other memory"
+            raise ValueError(f"free expects memory from empty(), got {was}: {_form(tensor)}")
+        if self._checker is not None:
+            self._checker.unused(region, "free()")
+        self._finish(region)
+        _poison(region)
+        self._memory.release(region)
+
+    def register_host(self, address: int, nbytes: int, *, pin: bool) -> bool:
+        self._enter()
+        if nbytes <= 0:
+            raise ValueError(f"register_host expects a positive number of bytes, got {nbytes}")
+        self._memory.register(address, nbytes)
+        return pin
+
+    def unregister_host(self, address: int) -> None:
+        self._enter()
+        arena = self._memory.arena_at(address)
+        if arena is None or arena.start != address:
+            raise ValueError(f"unregister_host expects a registered address, got {address:#x}")
+        if self._checker is not None:
+            self._checker.unused(arena, "unregister_host()")
+        self._finish(arena)
+        if self._checker is not None:
+            _poison(arena)
+        self._memory.unregister(arena)
+
+    def memory_allocated(self) -> int:
+        self._memory.sweep()
+        return self._memory.allocated
+
+    # -- eager operations
+
+    @property
+    def sees_eager(self) -> bool:
+        """Whether the machine has a use for seeing eager operations."""
+        limited = self._memory.hbm_bytes is not None
+        return limited or self._checker is not None or self._queues.order != "earliest"
+
+    def finish_checks(self) -> None:
+        """Report what died in flight since the last call; ``use_machine`` does it at its end."""
+        self._memory.sweep_watched()
+
+    def _eager(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run one eager operation, seen by ``EagerMode``."""
+        if self._queues.running:
+            return func(*args, **kwargs)
+        self._enter()
+        self._queues.settle()
+        tracks = self._checker is not None or self._memory.hbm_bytes is not None
+        if not tracks:
+            with self._unseen():
+                return func(*args, **kwargs)
+        plan = plan_of(func)
+        stream = self._queues.current
+        reads, writes = split(plan, args, kwargs)
+        inputs = {t.untyped_storage()._cdata for t in (*reads, *writes) if _has_storage(t)}
+        on_host, mixed = self._whose(reads, writes)
+        thread, clock = HOST if on_host else stream.thread, None
+        checker = self._checker
+        if checker is not None and plan.accesses:
+            clock = checker.issue_on_host() if on_host else checker.issue(stream)
+            if not plan.maybe_view:
+                self._touch(plan.name, thread, clock, reads, writes=False)
+                self._touch(plan.name, thread, clock, writes, writes=True)
+        with self._unseen():
+            result = func(*args, **kwargs)
+        made = [
+            tensor
+            for tensor in tensors_in(result)
+            if _has_storage(tensor) and tensor.untyped_storage()._cdata not in inputs
+        ]
+        if checker is None:
+            for tensor in made:
+                self._memory.region(tensor, stream.thread)
+            return result
+        if made and clock is None:
+            clock = checker.issue(stream)
+        if clock is not None:
+            if plan.maybe_view and made:
+                self._touch(plan.name, thread, clock, reads, writes=False)
+            self._touch(plan.name, thread, clock, made, writes=True)
+        if mixed or plan.waits:
+            checker.synchronize(stream.clock)
+        return result
+
+    def _whose(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> tuple[bool, bool]:
+        """Whether tensors are all in host arenas, and whether some are and some are not."""
+        home = self._queues.current.thread
+        regions = [self._memory.region(tensor, home) for tensor in (*reads, *writes)]
+        arenas = [region.arena for region in regions if region is not None]
+        return bool(arenas) and all(arenas), any(arenas) and not all(arenas)
+
+    # -- inner workings
+
+    def _enter(self) -> None:
+        """At each call: what has died since the last, then a step of the adversary."""
+        if self._checker is not None:
+            self._memory.sweep_watched()
+        self._queues.disturb()
+
+    def _switch(self, stream: VirtualStream) -> None:
+        self._enter()
+        self._queues.current = stream
+        self._queues.settle()
+
+    @contextlib.contextmanager
+    def _unseen(self) -> Iterator[None]:
+        outer, self._queues.running = self._queues.running, True
+        try:
+            yield
+        finally:
+            self._queues.running = outer
+
+    def _refs(self, stream: VirtualStream, tensors: Sequence[Tensor]) -> list[TensorRef]:
+        """References to hold in a queue: weak, except to arenas, which outlive their storages."""
+        now = self._queues.immediate(stream)
+        arena_at = self._memory.arena_at
+        return [
+            TensorRef(t, strong=now or arena_at(t.data_ptr()) is not None) for t in tensors
+        ]
+
+    def _resolved(self, ref: TensorRef, name: str, *, writes: bool) -> Tensor:
+        tensor = ref.resolve()
+        if tensor is None:
+            if writes:
+                self._too_late(name)
+            tensor = ref.poisoned()
+        return tensor
+
+    def _too_late(self, name: str) -> None:
+        if self._checker is not None:
+            raise OrderingError(f"{name!r} writes a tensor that was freed before it ran")
+
+    def _check(
+        self, name: str, stream: VirtualStream, reads: Sequence[Tensor], writes: Sequence[Tensor]
+    ) -> None:
+        if self._checker is not None:
+            clock = self._checker.issue(stream)
+            self._touch(name, stream.thread, clock, reads, writes=False)
+            self._touch(name, stream.thread, clock, writes, writes=True)
+
+    def _touch(
+        self, name: str, thread: int, clock: Clock, tensors: Sequence[Tensor], *, writes: bool
+    ) -> None:
+        assert self._checker is not None
+        for tensor in tensors:
+            region = self._memory.region(tensor, self._queues.current.thread)
+            if region is not None:
+                by = Access(
+                    thread, clock[thread], name, writes, tuple(tensor.shape), tensor.dtype
+                )
+                self._checker.access(self._memory, region, tensor, clock, by)
+
+    def _allocated(self, tensor: Tensor) -> None:
+        """Fresh memory may have an earlier owner whose work on this stream is not done yet."""
+        if self._checker is not None:
+            stream = self._queues.current
+            clock = self._checker.issue(stream)
+            self._touch("allocation", stream.thread, clock, (tensor,), writes=True)
+
+    def _finish(self, region: Region) -> None:
+        """Run what is queued on the bytes of a region that is given back."""
+        for operation in self._queues.using(region.start, region.end):
+            self._queues.force(operation)
+
+    def _died(self, region: Region) -> None:
+        if self._checker is not None:
+            self._checker.died(region)
+
+
+def _own(stream: Stream) -> VirtualStream:
+    if not isinstance(stream, VirtualStream):
+        raise TypeError(f"expected a stream of a virtual machine, got {stream!r}")
+    return stream
+
+
+def _recorded_later(event: Event) -> VirtualEvent:
+    if not isinstance(event, VirtualEvent):
+        raise TypeError(f"expected an event of a virtual machine, got {event!r}")
+    return event
+
+
+def _recorded(event: Event, what: str) -> VirtualEvent:
+    event = _recorded_later(event)
+    if event.mark is None:
+        raise RuntimeError(f"{what}: event {event.name!r} was never recorded")
+    return event
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided
+
+
+def _form(tensor: Tensor) -> str:
+    return f"shape {tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}"
+
+
+def _poison(region: Region) -> None:
+    ctypes.memset(region.start, POISON, region.end - region.start)

@@ -1,0 +1,92 @@
+"""How much host memory this process may still take, and what bounds it.
+
+Note [which figure refuses]
+    ``MemAvailable`` is no ground for a refusal: some hosts grow ``MemTotal`` as memory is used
+    (one read 31 GiB at the start and 255 GiB later), so it may say far less than there is. A
+    cgroup's limit is firm: going beyond it gets the process killed without a message. So a
+    reservation is refused in advance on the cgroup's figures alone, and otherwise when the kernel
+    itself refuses to map or to populate it. Swap is not counted: optimizer state that swaps is of
+    no use, and pinned memory cannot.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ghoffload.machine.topology import cgroup_directories, read_text
+
+_PROC_MEMINFO = "proc/meminfo"
+
+
+def cgroup_available_bytes(root: Path = Path("/")) -> int | None:
+    """Bytes below the tightest memory limit of this process's cgroups; ``None`` without a limit.
+
+    Page cache of files counts as available, the kernel gives it up first.
+
+    Args:
+        root: the file system to read, for tests.
+    """
+    available = None
+    for directory in cgroup_directories("memory", root):
+        for limit_name, usage_name, prefix in (
+            ("memory.max", "memory.current", ""),  # v2
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),  # v1
+        ):
+            limit = _integer(directory / limit_name)
+            usage = _integer(directory / usage_name)
+            # Without a limit, v2 says "max" and v1 the largest multiple of a page.
+            if limit is None or usage is None or limit >= 2**62:
+                continue
+            stat = _fields(directory / "memory.stat")
+            cache = sum(stat.get(f"{prefix}{name}_file", 0) for name in ("active", "inactive"))
+            room = max(0, min(limit, limit - usage + cache))
+            available = room if available is None else min(available, room)
+    return available
+
+
+def available_host_bytes(root: Path = Path("/")) -> int | None:
+    """Bytes of host memory this process can take as things look now; ``None`` if unknown.
+
+    The lesser of ``MemAvailable`` and the room in the cgroup. For reports and plans: see
+    Note [which figure refuses] for why a small figure is not a refusal.
+
+    Args:
+        root: the file system to read, for tests.
+    """
+    figures = [cgroup_available_bytes(root)]
+    kilobytes = _fields(root / _PROC_MEMINFO).get("MemAvailable:")
+    if kilobytes is not None:
+        figures.append(kilobytes * 1024)
+    elif not (root / _PROC_MEMINFO).exists() and root == Path("/"):
+        figures.append(_psutil_available())  # not Linux
+    return min((figure for figure in figures if figure is not None), default=None)
+
+
+def memlock_limit() -> int | None:
+    """The soft ``RLIMIT_MEMLOCK`` in bytes; ``None`` where there is none."""
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _psutil_available() -> int | None:
+    try:
+        import psutil
+
+        return int(psutil.virtual_memory().available)
+    except Exception:  # a figure for a report is not worth a crash
+        return None
+
+
+def _integer(path: Path) -> int | None:
+    text = read_text(path)
+    return int(text) if text is not None and text.strip().isdigit() else None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """``name value ...`` lines as a dict; lines of any other form are left out."""
+    rows = (line.split() for line in (read_text(path) or "").splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}

@@ -1,0 +1,5 @@
+"""Optimizers whose state lives in host memory."""
+
+from ghoffload.optim.adam import OffloadAdam, OffloadAdamW
+
+__all__ = ["OffloadAdam", "OffloadAdamW"]

@@ -1,0 +1,522 @@
+"""``OffloadAdam`` and ``OffloadAdamW``: torch's optimizers with their state on the host."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from ghoffload.config import OffloadConfig
+from ghoffload.errors import InterruptedStepError
+from ghoffload.kernels.adam import Hyper
+from ghoffload.machine import machine_for
+from ghoffload.machine.protocol import Machine
+from ghoffload.optim import checkpoint
+from ghoffload.optim.engine import DTYPES, Engine, GroupStep
+from ghoffload.optim.report import MemoryReport, memory_report
+from ghoffload.optim.state import OffloadState
+
+# Defaults are objects of their own, so that an argument given beside a wrapped optimizer shows.
+_LR, _BETAS, _EPS = float("1e-3"), (0.9, 0.999), float("1e-8")
+_NO_DECAY, _DECAY = float("0"), float("1e-2")
+_NEW_GROUP_DEFAULTS = {
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+}
+_names = itertools.count()
+
+
+class OffloadAdam(Optimizer):
+    r"""Adam whose state lives in host memory; ``torch.optim.Adam``'s arguments and meaning.
+
+    Args:
+        params: parameters, named parameters or parameter groups; or a ``torch.optim.Adam`` or
+            ``torch.optim.AdamW``, whose groups, hyperparameters, hooks and state are taken over
+            (the wrapped optimizer can then no longer step by itself, but LR schedulers made on it
+            keep working). fp32, bf16 and fp16 parameters on one device.
+        lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as in torch. ``lr``
+            and ``betas`` may be tensors. None of them is accepted beside a wrapped optimizer.
+        foreach, fused, capturable: accepted for compatibility; there is one implementation.
+        differentiable: must be ``False``.
+        config: an ``OffloadConfig``, a mapping of its fields, or the path of a TOML file.
+        machine: the machine to run on (``"cuda"``, ``"virtual"``, ``"cpu"`` or a ``Machine``);
+            default: ``use_machine``, the environment, then where the parameters are.
+
+    bf16 and fp16 parameters are updated through an fp32 ``master`` unless ``config.master`` is
+    ``"none"``. An outside edit of a weight wins over its master at the next step.
+
+    Raises:
+        ValueError, TypeError: an argument that cannot be used, before anything is changed.
+        torch.OutOfMemoryError: the host or HBM has no room for state or staging buffers.
+    """
+
+    _step_supports_amp_scaling = True
+    _forces_decoupled = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = _LR,
+        betas: tuple[float | Tensor, float | Tensor] = _BETAS,
+        eps: float = _EPS,
+        weight_decay: float = _NO_DECAY,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        config: OffloadConfig | Mapping[str, Any] | str | None = None,
+        machine: Machine | str | None = None,
+    ) -> None:
+        self._config = OffloadConfig.of(config)
+        self._machine_choice = machine
+        self._engine: Engine | None = None
+        if differentiable:
+            raise ValueError(f"{self._title} expects differentiable=False, got True")
+        if isinstance(params, Optimizer):
+            given = {
+                "lr": lr is not _LR,
+                "betas": betas is not _BETAS,
+                "eps": eps is not _EPS,
+                "weight_decay": weight_decay is not self._default_decay,
+                "amsgrad": amsgrad,
+                "foreach": foreach is not None,
+                "maximize": maximize,
+                "capturable": capturable,
+                "fused": fused is not None,
+                "decoupled_weight_decay": decoupled_weight_decay and not self._forces_decoupled,
+            }
+            self._take_over(params, [name for name, is_given in given.items() if is_given])
+            return
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": False,
+            "fused": fused,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        _check_options(defaults)
+        defaults["betas"] = tuple(_scalar(beta) for beta in betas)
+        super().__init__(params, defaults)
+        self._open()
+
+    @property
+    def _title(self) -> str:
+        return type(self).__name__
+
+    @property
+    def _default_decay(self) -> float:
+        return _DECAY if self._forces_decoupled else _NO_DECAY
+
+    def _take_over(self, inner: Optimizer, given: list[str]) -> None:
+        """Become ``inner``: the same groups list, defaults, hooks, and its state."""
+        kinds = (torch.optim.AdamW,) if self._forces_decoupled else _WRAPPABLE
+        if type(inner) not in kinds:
+            expected = " or ".join(f"torch.optim.{kind.__name__}" for kind in kinds)
+            raise TypeError(f"{self._title} wraps {expected}, got {type(inner).__name__}")
+        if given:
+            raise ValueError(
+                f"{', '.join(given)} beside a wrapped optimizer: its own hyperparameters are "
+                "taken over; set them there"
+            )
+        if any(group["differentiable"] for group in inner.param_groups):
+            raise ValueError(f"{self._title} expects differentiable=False, got True")
+        for group in inner.param_groups:
+            _check_options(group)
+        state = {parameter: dict(entries) for parameter, entries in inner.state.items()}
+        self.defaults = inner.defaults
+        self.defaults.setdefault("decoupled_weight_decay", type(inner) is torch.optim.AdamW)
+        self.param_groups = inner.param_groups
+        for group in self.param_groups:
+            group.setdefault("decoupled_weight_decay", self.defaults["decoupled_weight_decay"])
+        for name, value in vars(inner).items():
+            if name.startswith("_optimizer_") and name.endswith("_hooks"):
+                setattr(self, name, value)
+        self._patch_step_function()
+        self._open()
+        try:
+            for parameter, entries in state.items():
+                if entries:
+                    self._plan([parameter])
+                    self.state[parameter] = entries
+        except BaseException:
+            self._close()
+            raise
+        inner.state.clear()
+        self._inner = inner
+        inner.step = _taken("step", self._title)  # type: ignore[method-assign]
+        inner.add_param_group = _taken("add_param_group", self._title)  # type: ignore[method-assign]
+
+    def _open(self) -> None:
+        """Choose the machine, plan every trainable parameter, reserve memory."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for group in self.param_groups:
+            _check_parameters(self._title, group["params"])
+        devices = sorted({str(parameter.device) for parameter in parameters})
+        if len(devices) != 1:
+            raise ValueError(
+                f"{self._title} expects all parameters on one device, got {', '.join(devices)}"
+            )
+        _check_sharing(self._title, parameters)
+        device = parameters[0].device
+        machine = machine_for(device, self._machine_choice)
+        owner = f"{self._title}-{next(_names)}"
+        self._engine = Engine(machine, device, self._config, owner=owner)
+        self._state = OffloadState(self._engine)
+        self._close = weakref.finalize(self, self._engine.close)
+        try:
+            self._plan([p for p in parameters if p.requires_grad])
+        except BaseException:
+            self._close()
+            raise
+
+    @property
+    def _open_engine(self) -> Engine:
+        assert self._engine is not None
+        return self._engine
+
+    def _plan(self, parameters: Iterable[Tensor]) -> None:
+        """Reserve the state of those among ``parameters`` that have none yet."""
+        engine = self._open_engine
+        new = [p for p in dict.fromkeys(parameters) if engine.find(p) is None]
+        amsgrad = {p: bool(g["amsgrad"]) for g in self.param_groups for p in g["params"]}
+        engine.add(new, amsgrad)
+
+    @property
+    def state(self) -> Any:
+        """Parameter -> entries, as in torch; reading waits for pending write-back."""
+        if self._engine is None:  # torch.optim.Optimizer.__init__ is still filling the groups
+            return self.__dict__.setdefault("_early_state", {})
+        self._check_whole()
+        return self._state
+
+    @state.setter
+    def state(self, value: Mapping[Any, Any]) -> None:
+        if self._engine is None:
+            return
+        new = dict(value)
+        self._plan([p for p in new if isinstance(p, Tensor)])
+        self._state.clear()
+        for parameter, entries in new.items():
+            self._state[parameter] = entries
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in torch; reserves the memory of its state now."""
+        if self._engine is None:
+            super().add_param_group(param_group)
+            return
+        engine = self._open_engine
+        count = len(self.param_groups)
+        param_group = dict(param_group)
+        super().add_param_group(param_group)
+        group = self.param_groups[count]
+        try:
+            _check_options(group)
+            group["betas"] = tuple(_scalar(beta) for beta in group["betas"])
+            _check_parameters(self._title, group["params"])
+            _check_sharing(self._title, [p for g in self.param_groups for p in g["params"]])
+            for parameter in group["params"]:
+                if parameter.device != engine.device:
+                    raise ValueError(
+                        f"{self._title} expects parameters on {engine.device}, got "
+                        f"{parameter.device}"
+                    )
+            self._plan([p for p in group["params"] if p.requires_grad])
+        except BaseException:
+            del self.param_groups[count]
+            raise
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the parameters that have a gradient; returns with the work in flight.
+
+        Args:
+            closure: reevaluates the model under ``torch.enable_grad()`` and returns the loss.
+
+        Raises:
+            RuntimeError: a gradient that cannot be used (sparse, complex, on another device).
+                Nothing was changed.
+            InterruptedStepError: an earlier step stopped part-way.
+        """
+        self._check_whole()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = []
+        for number, group in enumerate(self.param_groups):
+            grads = {p: p.grad for p in group["params"] if p.grad is not None}
+            if grads:
+                self._check_grads(grads)
+                self._plan(grads)
+                groups.append(GroupStep(self._hyper(number, group, grads), grads))
+        if groups:
+            self._open_engine.step(
+                groups,
+                found_inf=getattr(self, "found_inf", None),
+                grad_scale=getattr(self, "grad_scale", None),
+            )
+        inner = getattr(self, "_inner", None)
+        if inner is not None:
+            inner._opt_called = True  # what LR schedulers made on the wrapped optimizer look for
+        return loss
+
+    def _hyper(self, number: int, group: dict[str, Any], grads: Mapping[Tensor, Any]) -> Hyper:
+        for parameter in grads:
+            home = self._open_engine.find(parameter)
+            if home is not None and home[0].specs[home[1]].amsgrad != bool(group["amsgrad"]):
+                raise ValueError(
+                    f"amsgrad of group {number} was changed after its state was reserved; "
+                    "build the optimizer with the value it should have"
+                )
+        return Hyper(
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            amsgrad=bool(group["amsgrad"]),
+            maximize=bool(group["maximize"]),
+            decoupled=self._forces_decoupled or bool(group["decoupled_weight_decay"]),
+        )
+
+    def _check_grads(self, grads: Mapping[Tensor, Tensor]) -> None:
+        device = self._open_engine.device
+        for parameter, grad in grads.items():
+            if grad.layout is not torch.strided:
+                raise RuntimeError(f"{self._title} does not support sparse gradients")
+            if grad.dtype not in DTYPES:
+                raise RuntimeError(
+                    f"{self._title} expects fp32, bf16 or fp16 gradients, got {grad.dtype}"
+                )
+            for what, tensor in (("parameter", parameter), ("gradient", grad)):
+                if tensor.device != device:
+                    raise RuntimeError(
+                        f"{self._title} was built for {device}, got a {what} on {tensor.device}; "
+                        "build the optimizer after moving the model"
+                    )
+            home = self._open_engine.find(parameter)
+            if home is not None and home[0].layouts[home[1]].size != tuple(parameter.shape):
+                raise RuntimeError(
+                    f"{self._title} was built for a parameter of shape "
+                    f"{home[0].layouts[home[1]].size}, it now has {tuple(parameter.shape)}"
+                )
+
+    def _check_whole(self) -> None:
+        where = None if self._engine is None else self._engine.interrupted
+        if where is not None:
+            raise InterruptedStepError(
+                f"an earlier step stopped {where}: some parameters and their state were updated "
+                "and others were not; load a checkpoint into a new optimizer"
+            )
+
+    def state_dict(self, *, native: bool = False) -> dict[str, Any]:
+        """The optimizer's state on the CPU, safe for ``torch.load(weights_only=True)``.
+
+        Args:
+            native: add the config and a version; exact for every setting. Torch's form (default)
+                also goes into ``torch.optim.AdamW`` and back, bit for bit for fp32 parameters
+                (for bf16 and fp16 ones torch rounds the moments when it loads them).
+
+        The tensors are the live host memory, not a copy: save them before the next step.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        self._check_whole()
+        engine = self._open_engine
+        engine.drain()
+        result = checkpoint.pack(engine, self.param_groups, native=native)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, result)
+            if changed is not None:
+                result = changed
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load either form, in place: nothing is cast down, nothing is copied to the GPU.
+
+        A stored ``master`` counts where it rounds to the weight that is there; elsewhere the
+        weight does.
+
+        Raises:
+            ValueError, TypeError: it does not fit this optimizer. Nothing was changed.
+        """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            if changed is not None:
+                state_dict = changed
+        engine = self._open_engine
+        checkpoint.check(engine, self.param_groups, state_dict)
+        ids = checkpoint.parameters_of(self.param_groups, state_dict)
+        self._plan([ids[index] for index, values in state_dict["state"].items() if values])
+        entries, options = checkpoint.check(engine, self.param_groups, state_dict)
+        engine.drain()
+        engine.interrupted = "while a state dict was being loaded"
+        for section in engine.sections:
+            for index, parameter in enumerate(section.parameters):
+                checkpoint.load(section, index, entries.get(parameter, {}))
+        for group, new in zip(self.param_groups, options, strict=True):
+            group.update(new)
+            for name, value in _NEW_GROUP_DEFAULTS.items():
+                group.setdefault(name, value)
+            if self._forces_decoupled:
+                group["decoupled_weight_decay"] = True
+        engine.interrupted = None
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def synchronize(self) -> None:
+        """Block until the state of every step so far is in host memory."""
+        self._open_engine.drain()
+
+    def report(self) -> MemoryReport:
+        """Where every byte of weights, gradients and state lives; ``print`` it."""
+        return memory_report(self._open_engine, self.param_groups)
+
+    @property
+    def config(self) -> OffloadConfig:
+        """The configuration in force."""
+        return self._config
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_whole()
+        machine = self._machine_choice
+        return {
+            "defaults": self.defaults,
+            "state": {p: dict(self.state[p]) for p in self.state},
+            "param_groups": self.param_groups,
+            "config": self._config,
+            "machine": machine if isinstance(machine, str) else None,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._engine = None
+        self._config = state["config"]
+        self._machine_choice = state["machine"]
+        super().__setstate__({"defaults": state["defaults"], "param_groups": state["param_groups"]})
+        self._open()
+        self.state = state["state"]
+
+
+class OffloadAdamW(OffloadAdam):
+    """AdamW whose state lives in host memory; ``torch.optim.AdamW``'s arguments and meaning.
+
+    Takes parameters or a ``torch.optim.AdamW``; see ``OffloadAdam`` for everything else.
+    """
+
+    _forces_decoupled = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = _LR,
+        betas: tuple[float | Tensor, float | Tensor] = _BETAS,
+        eps: float = _EPS,
+        weight_decay: float = _DECAY,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        config: OffloadConfig | Mapping[str, Any] | str | None = None,
+        machine: Machine | str | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+            config=config,
+            machine=machine,
+        )
+
+
+_WRAPPABLE: tuple[type[Optimizer], ...] = (torch.optim.Adam, torch.optim.AdamW)
+
+
+def _taken(name: str, title: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(f"this optimizer was wrapped: call {name}() of the {title} around it")
+
+    return refuse
+
+
+def _scalar(value: Any) -> Any:
+    """A one-element tensor as 0-dim, anything else as it is."""
+    return value.reshape(()) if isinstance(value, Tensor) else value
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for a hyperparameter that torch would refuse, in its words."""
+    lr, betas = options["lr"], options["betas"]
+    for name, value in (("lr", lr), ("betas[0]", betas[0]), ("betas[1]", betas[1])):
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"Tensor {name} must be 1-element")
+    if isinstance(betas[0], Tensor) != isinstance(betas[1], Tensor):
+        raise ValueError("betas must be either both floats or both Tensors")
+    if not 0.0 <= lr:
+        raise ValueError(f"Invalid learning rate: {lr}")
+    if not 0.0 <= options["eps"]:
+        raise ValueError(f"Invalid epsilon value: {options['eps']}")
+    for index, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+    if not 0.0 <= options["weight_decay"]:
+        raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
+
+
+def _check_parameters(title: str, parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.dtype not in DTYPES:
+            raise TypeError(
+                f"{title} expects fp32, bf16 or fp16 parameters, got {parameter.dtype} "
+                f"(shape {tuple(parameter.shape)})"
+            )
+        if parameter.layout is not torch.strided:
+            raise TypeError(f"{title} expects dense parameters, got {parameter.layout}")
+        if type(parameter) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            raise TypeError(
+                f"{title} expects plain tensors as parameters, got {type(parameter).__name__}"
+            )
+
+
+def _check_sharing(title: str, parameters: Iterable[Tensor]) -> None:
+    """Refuse parameters whose memory overlaps: they would be updated twice at once."""
+    extents = []
+    for number, p in enumerate(parameters):
+        if p.numel() and p.device.type != "meta":
+            last = sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
+            extents.append((p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size(), number))
+    extents.sort()
+    for (_, end, first), (start, _, second) in itertools.pairwise(extents):
+        if start < end:
+            raise ValueError(
+                f"{title} expects parameters with memory of their own; parameters {first} and "
+                f"{second} overlap: pass a tied parameter once"
+            )

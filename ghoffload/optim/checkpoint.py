@@ -1,0 +1,141 @@
+"""State dicts: torch's form and the native one, out and in.
+
+Note [forms]
+    Torch's form is ``{"state": {i: {"step", "exp_avg", "exp_avg_sq", ...}}, "param_groups"}`` on
+    the CPU, with the fp32 ``master`` of a bf16 or fp16 parameter under a key of its own. The native
+    form adds ``"ghoffload"``: a version and the config. Both hold the live host memory, no copy of
+    it (a state dict of torch's optimizers is live, too): save it before the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from torch import Tensor
+
+from ghoffload.optim.buckets import MASTER
+from ghoffload.optim.engine import Engine
+from ghoffload.optim.section import Section
+from ghoffload.optim.state import assign, check_entry
+
+NATIVE_KEY = "ghoffload"
+NATIVE_VERSION = 1
+
+
+def pack(engine: Engine, param_groups: list[dict[str, Any]], *, native: bool) -> dict[str, Any]:
+    """The state dict of an optimizer whose pending work is complete."""
+    ids: dict[Tensor, int] = {}
+    groups = []
+    for group in param_groups:
+        for parameter in group["params"]:
+            ids.setdefault(parameter, len(ids))
+        packed = {key: value for key, value in group.items() if key != "params"}
+        packed["params"] = [ids[parameter] for parameter in group["params"]]
+        groups.append(packed)
+    state = {}
+    for parameter, index in ids.items():
+        home = engine.find(parameter)
+        if home is None:
+            continue
+        section, position = home
+        entries: dict[Any, Any] = {}
+        if section.started[position]:
+            entries = {name: t.cpu() for name, t in section.entries(position).items()}
+            entries["step"] = entries["step"].clone()
+        entries.update(section.extras[position])
+        if entries:
+            state[index] = entries
+    result: dict[str, Any] = {"state": state, "param_groups": groups}
+    if native:
+        result[NATIVE_KEY] = {"version": NATIVE_VERSION, "config": engine.config.to_dict()}
+    return result
+
+
+def check(
+    engine: Engine, param_groups: list[dict[str, Any]], state_dict: Mapping[str, Any]
+) -> tuple[dict[Tensor, Mapping[Any, Any]], list[dict[str, Any]]]:
+    """What loading ``state_dict`` would set: entries by parameter, and the new group options.
+
+    Raises:
+        ValueError, TypeError: the state dict does not fit this optimizer. Nothing was changed.
+    """
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(f"state dict expects the keys 'state' and 'param_groups', {key!r} is missing")
+    header = state_dict.get(NATIVE_KEY)
+    if header is not None and header.get("version") != NATIVE_VERSION:
+        raise ValueError(
+            f"native state dict expects version {NATIVE_VERSION}, got {header.get('version')!r}"
+        )
+    saved = state_dict["param_groups"]
+    if len(saved) != len(param_groups):
+        raise ValueError(
+            "loaded state dict has a different number of parameter groups: expected "
+            f"{len(param_groups)}, got {len(saved)}"
+        )
+    for number, (mine, theirs) in enumerate(zip(param_groups, saved, strict=True)):
+        if len(mine["params"]) != len(theirs["params"]):
+            raise ValueError(
+                "loaded state dict contains a parameter group that doesn't match the size of "
+                f"optimizer's group {number}: expected {len(mine['params'])} parameters, got "
+                f"{len(theirs['params'])}"
+            )
+        if bool(theirs.get("amsgrad", False)) != bool(mine["amsgrad"]):
+            raise ValueError(
+                f"group {number} expects amsgrad={bool(mine['amsgrad'])}, as this optimizer was "
+                f"built, got amsgrad={bool(theirs.get('amsgrad', False))}"
+            )
+    ids = parameters_of(param_groups, state_dict)
+    entries: dict[Tensor, Mapping[Any, Any]] = {}
+    for index, values in state_dict["state"].items():
+        if index not in ids:
+            raise ValueError(
+                f"state dict has an entry for parameter {index!r}, which is in none of its groups"
+            )
+        home = engine.find(ids[index])
+        if values and home is not None:
+            _check_entries(home[0], home[1], values, index)
+        entries[ids[index]] = values
+    return entries, [
+        {key: deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in saved
+    ]
+
+
+def parameters_of(
+    param_groups: list[dict[str, Any]], state_dict: Mapping[str, Any]
+) -> dict[Any, Tensor]:
+    """The parameter behind each id of a state dict whose groups fit."""
+    return {
+        index: parameter
+        for mine, theirs in zip(param_groups, state_dict["param_groups"], strict=True)
+        for index, parameter in zip(theirs["params"], mine["params"], strict=True)
+    }
+
+
+def _check_entries(section: Section, index: int, values: Mapping[Any, Any], name: Any) -> None:
+    targets = section.entries(index)
+    missing = [key for key in targets if key not in values and key != MASTER]
+    if missing and any(key in values for key in targets):
+        raise ValueError(
+            f"state of parameter {name!r} expects {', '.join(map(repr, targets))}; "
+            f"{', '.join(map(repr, missing))} is missing"
+        )
+    for key, target in targets.items():
+        if key in values:
+            check_entry(target, values[key], f"state {key!r} of parameter {name!r}")
+
+
+def load(section: Section, index: int, values: Mapping[Any, Any]) -> None:
+    """Set one parameter's state from checked ``values``; without any it is as never stepped.
+
+    A missing master becomes zero, so the weight that is there is taken as master at the next step.
+    """
+    section.reset(index)
+    targets = section.entries(index)
+    known = {key: value for key, value in values.items() if key in targets}
+    assign({key: targets[key] for key in known}, known, what="state")
+    section.started[index] = bool(known)
+    section.extras[index] = {key: v for key, v in values.items() if key not in targets}

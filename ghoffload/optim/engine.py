@@ -1,0 +1,206 @@
+"""What stands behind an optimizer: its sections, and the step that fits machine and config."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ghoffload.config import OffloadConfig
+from ghoffload.kernels.adam import MAX_PIECES, Hyper, prepare
+from ghoffload.machine.protocol import Launch, Machine
+from ghoffload.optim.buckets import ParameterSpec, plan
+from ghoffload.optim.hosted import DirectStep, HostStep
+from ghoffload.optim.operands import BucketJob, collect, jobs, reserve
+from ghoffload.optim.section import LiveBucket, Section
+from ghoffload.optim.streamed import StreamedStep
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStep:
+    """One parameter group's part in a step: its hyperparameters and gradients by parameter."""
+
+    hyper: Hyper
+    grads: Mapping[Tensor, Tensor]
+
+
+class Engine:
+    """Owns host state and staging buffers of one optimizer. Knows nothing of ``torch.optim``."""
+
+    def __init__(
+        self, machine: Machine | None, device: torch.device, config: OffloadConfig, *, owner: str
+    ) -> None:
+        self.machine, self.device, self.config, self.owner = machine, device, config, owner
+        self.sections: list[Section] = []
+        self.interrupted: str | None = None
+        self._home: dict[Tensor, tuple[Section, int]] = {}
+        self._pending = False
+        self._closed = False
+        self._process = os.getpid()
+        self.on_host = machine is None or config.step_device == "cpu"
+        _check(machine, config, self.on_host)
+        self._stepper: StreamedStep | HostStep | DirectStep
+        if machine is None:
+            self._stepper = DirectStep(threads=config.cpu_threads)
+        elif self.on_host:
+            self._stepper = HostStep(
+                machine,
+                staging_buffers=config.staging_buffers,
+                threads=config.cpu_threads,
+                owner=owner,
+            )
+        else:
+            self._stepper = StreamedStep(
+                machine, staging_buffers=config.staging_buffers, owner=owner
+            )
+
+    @property
+    def staging_bytes(self) -> int:
+        """HBM held by staging buffers."""
+        return self._stepper.staging_bytes
+
+    def find(self, parameter: Tensor) -> tuple[Section, int] | None:
+        """The section of a parameter and its index there, if it has been planned."""
+        return self._home.get(parameter)
+
+    def add(self, parameters: Sequence[Tensor], amsgrad: Mapping[Tensor, bool]) -> None:
+        """Plan ``parameters`` and reserve all the memory their state will need."""
+        if not parameters:
+            return
+        config = self.config
+        specs = [
+            ParameterSpec(
+                count=parameter.numel(),
+                master=config.master != "none" and parameter.dtype != torch.float32,
+                amsgrad=amsgrad[parameter],
+            )
+            for parameter in parameters
+        ]
+        everything = sum(spec.state_bytes for spec in specs)
+        resident = everything if config.memory_kind == "device" else config.hbm_state_bytes
+        spaces = plan(
+            specs,
+            bucket_bytes=config.bucket_bytes,
+            max_pieces=MAX_PIECES,
+            resident_bytes=resident,
+            min_offload_bytes=config.min_offload_bytes,
+        )
+        first_slot = sum(1 for bucket in self._buckets() if not bucket.resident)
+        section = Section(
+            parameters,
+            specs,
+            spaces,
+            machine=self.machine,
+            counters_on_host=self.on_host,
+            pin=config.pin_memory,
+            first_slot=first_slot,
+            owner=self.owner,
+        )
+        try:
+            self._stepper.reserve([*self._buckets(), *section.buckets])
+        except BaseException:
+            section.close()
+            raise
+        self.sections.append(section)
+        for index, parameter in enumerate(parameters):
+            self._home[parameter] = (section, index)
+
+    def _buckets(self) -> Iterable[LiveBucket]:
+        return (bucket for section in self.sections for bucket in section.buckets)
+
+    @torch.no_grad()
+    def step(
+        self,
+        groups: Sequence[GroupStep],
+        *,
+        found_inf: Tensor | None,
+        grad_scale: Tensor | None,
+    ) -> None:
+        """Queue one update. Nothing is changed before everything it needs is there."""
+        stepper = self._stepper
+        found_inf, grad_scale = stepper.host_value(found_inf), stepper.host_value(grad_scale)
+        grads: dict[Section, dict[int, Tensor]] = {}
+        members: list[tuple[Section, Hyper, list[int]]] = []
+        for group in groups:
+            by_section: dict[Section, list[int]] = {}
+            for parameter, grad in group.grads.items():
+                section, index = self._home[parameter]
+                by_section.setdefault(section, []).append(index)
+                grads.setdefault(section, {})[index] = grad
+            hyper = self._hyper(group.hyper)
+            members += [(section, hyper, indices) for section, indices in by_section.items()]
+        for section, present in grads.items():
+            reserve(section, present)
+        self.interrupted = "before its first update was queued"
+        prepares: list[Launch] = []
+        for section, hyper, indices in members:
+            prepares += prepare(
+                np.array(indices, dtype=np.uint32),
+                hyper,
+                steps=section.steps,
+                scalars=section.scalars,
+                found_inf=found_inf,
+                grad_scale=grad_scale,
+            )
+        self.interrupted = None
+        self._pending = True
+        work: list[BucketJob] = []
+        write_through: list[tuple[Tensor, Tensor]] = []
+        for section, present in grads.items():
+            operands = collect(section, present)
+            work += jobs(section, operands)
+            write_through += operands.write_through
+        self.interrupted = "while its updates were being queued"
+        stepper.step(prepares, work)
+        for dense, parameter in write_through:
+            parameter.copy_(dense)
+        for section, present in grads.items():
+            for index in present:
+                section.started[index] = True
+        self.interrupted = None
+
+    def _hyper(self, hyper: Hyper) -> Hyper:
+        """Tensor hyperparameters where the step can read them."""
+        values = {
+            name: self._stepper.host_value(value)
+            for name in ("lr", "beta1", "beta2")
+            if isinstance(value := getattr(hyper, name), Tensor) and value.device.type != "cpu"
+        }
+        return replace(hyper, **values) if values else hyper
+
+    def drain(self) -> None:
+        """Block the host until host state shows every step so far; free of cost when it does."""
+        if self._pending:
+            self._stepper.drain()
+            self._pending = False
+
+    def close(self) -> None:
+        """Finish pending work and give back all memory; in a forked child this does nothing."""
+        if self._closed or os.getpid() != self._process:
+            return
+        self._closed = True
+        self.drain()
+        self._stepper.close()
+        for section in self.sections:
+            section.close()
+        self._home.clear()
+
+
+def _check(machine: Machine | None, config: OffloadConfig, on_host: bool) -> None:
+    if machine is None and config.step_device == "cuda":
+        raise ValueError(
+            "step_device='cuda' expects parameters in HBM, got parameters on the CPU; move the "
+            "model to the GPU first, or use step_device='auto'"
+        )
+    resident = config.memory_kind == "device" or config.hbm_state_bytes or config.min_offload_bytes
+    if on_host and resident:
+        raise ValueError(
+            "memory_kind='device', hbm_state_bytes and min_offload_bytes keep state in HBM, which "
+            "a step on the CPU cannot update; drop them, or step with step_device='cuda'"
+        )

@@ -1,0 +1,140 @@
+"""The update in HBM, host state streamed through staging buffers.
+
+Note [the life of a parameter]
+    weight in HBM  ->  gradient ready after backward  ->  at ``step()`` its bucket's host state is
+    reloaded into a staging buffer on the h2d stream, as soon as the buffer's last content has been
+    written back  ->  on the compute stream one fused kernel unscales, steps, and writes the new
+    weight into the parameter and the new state into the staging buffer  ->  the state is written
+    back on the d2h pair, in paced chunks  ->  the next forward needs only the weight, which the
+    compute stream itself has written.
+
+Note [why one wait a direction is enough]
+    A bucket always uses the same staging buffer and all write-backs form one total order. So when
+    a buffer is free, the host state of every bucket that ever used it is complete, this bucket's
+    own included: the reload waits for that one event and for nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ghoffload.kernels.adam import update
+from ghoffload.machine.protocol import Launch, Machine, Stream
+from ghoffload.optim.operands import BucketJob
+from ghoffload.optim.section import ARENA_ALIGNMENT, LiveBucket
+from ghoffload.transfer import Reload, Staging, WriteBack, chunked
+
+
+class StreamedStep:
+    """Steps buckets in HBM; queues everything and never waits on the host."""
+
+    def __init__(self, machine: Machine, *, staging_buffers: int, owner: str) -> None:
+        self._machine, self._owner = machine, owner
+        self._staging_buffers = staging_buffers
+        self._staging: Staging | None = None
+        self._reload, self._write_back = Reload(machine), WriteBack(machine)
+        self._updated = machine.event("last update")
+        machine.record(self._updated, machine.current_stream())
+
+    @property
+    def staging_bytes(self) -> int:
+        return 0 if self._staging is None else self._staging.nbytes
+
+    def reserve(self, buckets: Sequence[LiveBucket]) -> None:
+        """Make staging buffers for ``buckets`` (all of the optimizer's) and place each in one."""
+        moving = [bucket for bucket in buckets if not bucket.resident]
+        # Whatever was queued for the sections so far (zeroing HBM) comes before the next update.
+        compute = self._machine.current_stream()
+        self._machine.wait(compute, self._updated, label="update waits for the one before")
+        self._machine.record(self._updated, compute)
+        if not moving:
+            return
+        slot_bytes = max(sum(_extents(bucket)) for bucket in moving)
+        slots = min(self._staging_buffers, len(moving))
+        old = self._staging
+        if old is None or old.slot_bytes < slot_bytes or len(old.buffers) < slots:
+            self.drain()
+            if old is not None:
+                old.close()
+            self._staging = None
+            self._staging = Staging(
+                self._machine, slots=slots, slot_bytes=slot_bytes, owner=self._owner
+            )
+            for bucket in moving:
+                bucket.staged.clear()
+        for bucket in moving:
+            if not bucket.staged:
+                self._place(bucket)
+
+    def _place(self, bucket: LiveBucket) -> None:
+        assert self._staging is not None
+        buffer = self._staging.buffers[self._slot(bucket)]
+        start = 0
+        for (name, host), extent in zip(bucket.host.items(), _extents(bucket), strict=True):
+            nbytes = host.numel() * host.element_size()
+            bucket.staged[name] = buffer[start : start + nbytes].view(host.dtype)
+            start += extent
+        bucket.chunks = chunked([(host, bucket.staged[n]) for n, host in bucket.host.items()])
+
+    def _slot(self, bucket: LiveBucket) -> int:
+        assert self._staging is not None
+        return bucket.slot % len(self._staging.buffers)
+
+    def step(self, prepares: Sequence[Launch], jobs: Sequence[BucketJob]) -> None:
+        """Queue one step. Every launch is built before the first operation is queued."""
+        machine, compute = self._machine, self._machine.current_stream()
+        updates = [
+            update(
+                job.bucket.table(job.active),
+                weights=job.weights,
+                grads=job.grads,
+                state=job.bucket.host if job.bucket.resident else job.bucket.staged,
+                scalars=job.bucket.section.scalars,
+            )
+            for job in jobs
+        ]
+        machine.wait(compute, self._updated, label="update waits for the one before")
+        for prepare in prepares:
+            machine.launch(prepare, stream=compute)
+        for job, launch in zip(jobs, updates, strict=True):
+            if job.bucket.resident:
+                machine.launch(launch, stream=compute)
+            else:
+                self._stream(job.bucket, launch, compute)
+        machine.record(self._updated, compute)
+
+    def _stream(self, bucket: LiveBucket, launch: Launch, compute: Stream) -> None:
+        staging = self._staging
+        assert staging is not None
+        slot = self._slot(bucket)
+        self._reload.copy(
+            [(staged, host) for host, staged in bucket.chunks],
+            after=staging.drained[slot] if staging.used[slot] else None,
+            done=staging.reloaded[slot],
+        )
+        self._machine.wait(compute, staging.reloaded[slot], label="update waits for the reload")
+        self._machine.launch(launch, stream=compute)
+        self._write_back.copy(bucket.chunks, after=compute, done=staging.drained[slot])
+        staging.used[slot] = True
+
+    def host_value(self, tensor: Tensor | None) -> Tensor | None:
+        """``found_inf`` and the like stay on the device here."""
+        return tensor
+
+    def drain(self) -> None:
+        """Block the host until host state and counters show every step queued so far."""
+        self._write_back.drain(label="reading state waits for the write-back")
+        self._machine.synchronize(self._updated, label="reading state waits for the update")
+
+    def close(self) -> None:
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
+
+
+def _extents(bucket: LiveBucket) -> list[int]:
+    """Bytes of a staging buffer that each of the bucket's arrays takes."""
+    sizes = [array.numel() * array.element_size() for array in bucket.host.values()]
+    return [-(-size // ARENA_ALIGNMENT) * ARENA_ALIGNMENT for size in sizes]
