@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import mmap
 import statistics
 import time
@@ -150,7 +151,7 @@ def whole_step(optimizer: Optimizer, tokens: Tensor, repeats: int) -> dict[str, 
         mark.record()
     torch.cuda.synchronize()
     elapsed = time.perf_counter() - start
-    times = [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
+    times = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
     free, total = torch.cuda.mem_get_info()
     return {
         "ms": median(times),
@@ -256,8 +257,10 @@ def item_latency_unpaced(nbytes: int, repeats: int) -> float:
 
 
 def unsynchronised(optimizer: Optimizer, tokens: Tensor, steps: int) -> dict[str, Any]:
-    """Whether ``step()``, and a whole training step, pass torch's check for hidden waits; and how
-    many allocations ``steps`` calls of ``step()`` make on the device."""
+    """What torch's check for hidden waits says of ``step()`` and of a whole training step.
+
+    ``allocations`` is how many ``steps`` calls of ``step()`` make on the device.
+    """
     result: dict[str, Any] = {}
     allocations = 0
     for _ in range(steps):

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import socket
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -60,24 +61,31 @@ class Optimizer:
 
 
 class Offload(Optimizer):
-    """ghoffload. All that the benchmark knows of its interface is here."""
+    """ghoffload. All that the benchmark knows of its interface is here.
+
+    Args:
+        config: options of ``OffloadConfig``; ``None`` takes its defaults, and with them the
+            environment's ``GHOFFLOAD_...``.
+    """
 
     label = "ghoffload OffloadAdamW"
     state = "fp32 p, m, v on the host"
     package = "ghoffload"
 
-    def __init__(self, model: nn.Module, **config: Any) -> None:
+    def __init__(self, model: nn.Module, config: dict[str, Any] | None = None) -> None:
         super().__init__(model)
         import ghoffload
 
         self.optimizer = ghoffload.OffloadAdamW(
-            model.parameters(), **HYPERPARAMETERS, config=ghoffload.OffloadConfig(**config)
+            model.parameters(),
+            **HYPERPARAMETERS,
+            config=None if config is None else ghoffload.OffloadConfig(**config),
         )
 
     @staticmethod
     def load() -> None:
         try:
-            import ghoffload  # noqa: F401
+            import ghoffload
         except ModuleNotFoundError as error:
             if error.name != "ghoffload":
                 raise
@@ -205,6 +213,14 @@ class DeepSpeed(Optimizer):
         # The CPU Adam is compiled at first use by ninja, which may lie beside this interpreter.
         beside = str(Path(sys.executable).parent)
         os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", ""), beside))
+        # In a folder of the benchmark's own: a lock left there by a run that was stopped while it
+        # compiled would be waited for without end, and may be removed.
+        versions = f"torch-{torch.__version__}-python-{sys.version_info[0]}.{sys.version_info[1]}"
+        build = Path(tempfile.gettempdir()) / "benchmark_adamw" / versions
+        build.mkdir(parents=True, exist_ok=True)
+        for lock in build.glob("*/lock"):
+            lock.unlink()
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(build)
         import deepspeed  # noqa: F401
 
     def forward(self, tokens: Tensor) -> Tensor:

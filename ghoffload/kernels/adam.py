@@ -1,11 +1,10 @@
-"""Launches of the Adam and AdamW update: ``prepare`` once per group and step, ``update`` per bucket.
+"""Launches of Adam and AdamW: ``prepare`` once per group and step, ``update`` once per bucket.
 
 The formula is in ``adam_host``; csrc/adamw.cu computes the same bits.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -194,7 +193,7 @@ def _prepare_on_host(
 
 
 def _power(base: np.float64, exponents: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """base ** exponents by binary powering; libm's pow is not the same on every machine."""
+    """Powers of ``base`` by binary powering; libm's pow is not the same on every machine."""
     result = np.ones(len(exponents), dtype=np.float64)
     left = exponents.copy()
     while (left > 0).any():
@@ -269,15 +268,11 @@ def _check_update(
         if array.dtype != torch.float32 or array.dim() != 1 or not array.is_contiguous():
             raise ValueError(f"{name} expects 1-D contiguous float32, got {_describe(array)}")
         if array.numel() < table.end:
-            raise ValueError(
-                f"{name} expects {table.end} elements or more, got {array.numel()}"
-            )
+            raise ValueError(f"{name} expects {table.end} elements or more, got {array.numel()}")
     _check_scalars(scalars, table.scalar_rows)
     table.check_tensors("weights", weights)
     table.check_tensors("grads", grads)
-    common_device(
-        scalars=[scalars], weights=weights, grads=grads, state=list(state.values())
-    )
+    common_device(scalars=[scalars], weights=weights, grads=grads, state=list(state.values()))
 
 
 def _update_on_host(

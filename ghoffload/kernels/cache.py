@@ -1,8 +1,8 @@
 """Where compiled kernels are kept between processes, or that they are not.
 
-In order: ``GHOFFLOAD_CACHE_DIR``, the user's cache directory, a private directory under the temporary
-one. None of them being writable is not an error: everything is then compiled anew in each process.
-Compiled code is code, so a directory that another user could write to is not used.
+In order: ``GHOFFLOAD_CACHE_DIR``, the user's cache directory, a private directory under the
+temporary one. None of them being writable is not an error: everything is then compiled anew in each
+process. Compiled code is code, so a directory that another user could write to is not used.
 """
 
 from __future__ import annotations
@@ -12,11 +12,20 @@ import os
 import stat
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 ENVIRONMENT_VARIABLE = "GHOFFLOAD_CACHE_DIR"
+
+_thread_lock = threading.Lock()
 
 
 def _candidates() -> Iterator[Path]:
@@ -105,3 +114,22 @@ def write(name: str, payload: bytes) -> None:
             os.unlink(temporary)
         except OSError:
             pass
+
+
+@contextmanager
+def locked(name: str) -> Iterator[None]:
+    """One thread of one process at a time per name, so that eight ranks compile once."""
+    with _thread_lock:
+        root = directory()
+        file = None
+        if root is not None and fcntl is not None:
+            try:
+                file = open(root / f"{name}.lock", "wb")  # noqa: SIM115
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError:
+                pass  # a file system without locks: at worst the work is done twice
+        try:
+            yield
+        finally:
+            if file is not None:
+                file.close()

@@ -16,6 +16,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+_intrinsic: Any = intrinsic  # numba's annotation counts the typing context as an argument
 _u32 = np.uint32
 _MAGNITUDE = _u32(0x7FFFFFFF)
 _QUIET_NAN = _u32(0x7FC00000)
@@ -28,14 +29,14 @@ def _operation(result: Any, arguments: tuple[Any, ...], emit: Any) -> Any:
     return result(*arguments), lambda context, builder, signature, args: emit(builder, *args)
 
 
-@intrinsic
+@_intrinsic
 def fma(typing: Any, x: Any, y: Any, z: Any) -> Any:
-    """x * y + z, rounded once."""
+    """The sum x * y + z, rounded once."""
     f32 = types.float32
     return _operation(f32, (f32, f32, f32), lambda builder, x, y, z: builder.fma(x, y, z))
 
 
-@intrinsic
+@_intrinsic
 def bits(typing: Any, x: Any) -> Any:
     """The bits of a float32 as a uint32."""
     return _operation(
@@ -43,7 +44,7 @@ def bits(typing: Any, x: Any) -> Any:
     )
 
 
-@intrinsic
+@_intrinsic
 def from_bits(typing: Any, x: Any) -> Any:
     """The float32 that has these bits."""
     return _operation(
@@ -56,7 +57,7 @@ def _element(builder: Any, base: Any, index: Any, kind: Any) -> Any:
 
 
 def _accessors(value: Any, kind: Any) -> tuple[Any, Any]:
-    @intrinsic
+    @_intrinsic
     def load(typing: Any, base: Any, index: Any) -> Any:
         return _operation(
             value,
@@ -64,7 +65,7 @@ def _accessors(value: Any, kind: Any) -> tuple[Any, Any]:
             lambda builder, base, index: builder.load(_element(builder, base, index, kind)),
         )
 
-    @intrinsic
+    @_intrinsic
     def store(typing: Any, base: Any, index: Any, x: Any) -> Any:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             builder.store(args[2], _element(builder, args[0], args[1], kind))
@@ -119,9 +120,7 @@ def to_float16(x):  # type: ignore[no-untyped-def]
     magnitude = bits(x) & _MAGNITUDE
     # Below 2^-14: adding 0.5 leaves the result's 2^-24 steps in the lowest bits, rounded.
     small = _u32(bits(from_bits(_u32(magnitude)) + np.float32(0.5)) - _u32(0x3F000000))
-    normal = _u32(
-        magnitude - _u32(0x38000000) + _u32(0xFFF) + ((magnitude >> _HALF_SHIFT) & _ONE)
-    )
+    normal = _u32(magnitude - _u32(0x38000000) + _u32(0xFFF) + ((magnitude >> _HALF_SHIFT) & _ONE))
     result = small if magnitude < _u32(0x38800000) else _u32(normal >> _HALF_SHIFT)
     result = result if magnitude < _u32(0x477FF000) else _u32(0x7C00)  # rounds to infinity
     result = result if magnitude <= _u32(0x7F800000) else _u32(0x7E00)

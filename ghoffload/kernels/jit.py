@@ -15,11 +15,6 @@ from numba import njit
 
 from ghoffload.kernels import cache
 
-try:
-    from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
-except ImportError:  # names of numba's inside; without them there is no cache, only compilation
-    FunctionCache = None
-
 
 @lru_cache(None)
 def _source_digest() -> str:
@@ -30,8 +25,8 @@ def _source_digest() -> str:
 
 def compiled(function: Callable[..., Any]) -> Any:
     """A compiled function that releases the GIL, divides as IEEE does and contracts nothing."""
-    dispatcher = njit(nogil=True, error_model="numpy")(function)
-    if FunctionCache is not None and cache.directory() is not None:
+    dispatcher: Any = njit(nogil=True, error_model="numpy")(function)
+    if cache.directory() is not None:
         try:
             dispatcher._cache = _function_cache_class()(function)
         except Exception:
@@ -41,6 +36,9 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 @lru_cache(None)
 def _function_cache_class() -> Any:
+    # Names of numba's inside: where one is missing, the caller does without a cache.
+    from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
+
     class Locator(_CacheLocator):
         def __init__(self, py_func: Any, py_file: str) -> None:
             self._line = py_func.__code__.co_firstlineno
@@ -61,7 +59,7 @@ def _function_cache_class() -> Any:
             return self
 
     class Implementation(CompileResultCacheImpl):
-        _locator_classes = [Locator]
+        _locator_classes = [Locator]  # noqa: RUF012 - numba's own attribute
 
     class Cache(FunctionCache):
         _impl_class = Implementation

@@ -63,8 +63,9 @@ def _copies(
         starts = table.addresses(pointers(tensors), item_sizes)
         pack_cuda.copy(starts, packed, offsets, nbytes, to_packed, stream)
 
-    ends = (tuple(tensors), (packed,)) if to_packed else ((packed,), tuple(tensors))
-    return Launch("pack" if to_packed else "unpack", *ends, device, host)
+    if to_packed:
+        return Launch("pack", tuple(tensors), (packed,), device, host)
+    return Launch("unpack", (packed,), tuple(tensors), device, host)
 
 
 _TASK_BYTES = 1 << 20

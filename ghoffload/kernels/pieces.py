@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 MAX_PIECES = 640
-"""Most pieces of one launch: its table (48 bytes each) travels as a kernel parameter of 32,764 bytes
-at most. csrc has the same number."""
+"""Most pieces of one launch. The table travels as a kernel parameter: 48 bytes each, of 32,764 that
+there are. csrc has the same number."""
 
 _LEAST_ROW, _MOST_ROW = 1 << 15, 1 << 20
 
@@ -104,7 +104,7 @@ def pointers(tensors: Sequence[Tensor]) -> npt.NDArray[np.int64]:
 
 
 def dtype_codes(name: str, tensors: Sequence[Tensor]) -> npt.NDArray[np.int64]:
-    """csrc's dtype code of each tensor.
+    """The code csrc has for the dtype of each tensor.
 
     Raises:
         ValueError: a dtype other than float32, bfloat16 or float16.
@@ -112,7 +112,9 @@ def dtype_codes(name: str, tensors: Sequence[Tensor]) -> npt.NDArray[np.int64]:
     try:
         return np.array([_CODES[tensor.dtype] for tensor in tensors], dtype=np.int64)
     except KeyError as error:
-        raise ValueError(f"{name} expects float32, bfloat16 or float16, got {error.args[0]}") from None
+        raise ValueError(
+            f"{name} expects float32, bfloat16 or float16, got {error.args[0]}"
+        ) from None
 
 
 def common_device(**tensors: Sequence[Tensor]) -> torch.device:

@@ -1,8 +1,8 @@
 """The thread pool of the CPU kernels.
 
-Our own, because numba's layers abort in forked children or with concurrent Python threads. No thread
-exists before the first parallel call; a forked child starts its own. The calling thread always takes
-part, so a pool of n threads has n - 1 workers and a call never waits for a worker to be free.
+Our own, because numba's layers abort in forked children or with concurrent Python threads. No
+thread exists before the first parallel call; a forked child starts its own. The calling thread
+always takes part, so n threads are n - 1 workers and a call never waits for a worker to be free.
 
 Threads inherit flush-to-zero from whoever made them (``torch.set_flush_denormal(True)``, libraries
 built with -Ofast), which would change results. So every task runs in the default floating-point
@@ -161,7 +161,9 @@ def default_float_environment() -> Iterator[None]:
         try:
             _environment = _FloatEnvironment()
         except (OSError, AttributeError, ValueError):
-            _environment = None  # then the caller's environment counts; it is the default nearly always
+            _environment = (
+                None  # then the caller's environment counts; it is the default nearly always
+            )
         _environment_known = True
     environment = _environment
     if environment is None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .protocol import Event, Launch, Machine, Stream
-from .select import active_machine, machine_for, use_machine
-from .traffic import Traffic
-from .virtual import VirtualMachine
+from ghoffload.machine.protocol import Event, Launch, Machine, Stream
+from ghoffload.machine.select import active_machine, machine_for, use_machine
+from ghoffload.machine.traffic import Traffic
+from ghoffload.machine.virtual import VirtualMachine
 
 __all__ = [
     "Event",

@@ -10,7 +10,7 @@ Note [order]
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -78,27 +78,28 @@ class History:
         self.starts: list[int] = []
         self.segments: list[Segment] = []
 
-    def touch(self, start: int, end: int, access: Access, clock: Clock) -> Access | None:
-        """Enter ``access`` of bytes [start, end), made at ``clock``.
-
-        Returns:
-            An earlier access that ``clock`` does not have behind it (nothing is entered then).
-        """
-        first = max(bisect_right(self.starts, start) - 1, 0)
-        if first < len(self.segments) and self.segments[first].end <= start:
-            first += 1
-        last = first
-        while last < len(self.segments) and self.segments[last].start < end:
-            segment = self.segments[last]
+    def conflict(self, start: int, end: int, writes: bool, clock: Clock) -> Access | None:
+        """An earlier access in [start, end) that an access at ``clock`` is unordered with."""
+        first, last = self._overlapping(start, end)
+        for segment in self.segments[first:last]:
             if segment.write is not None and not segment.write.before(clock):
                 return segment.write
-            if access.writes:
+            if writes:
                 for read in segment.reads.values():
                     if not read.before(clock):
                         return read
-            last += 1
-        self._replace(first, last, self._merged(start, end, access, clock, first, last))
         return None
+
+    def enter(self, start: int, end: int, access: Access, clock: Clock) -> None:
+        """Note ``access`` of bytes [start, end), made at ``clock`` and without a conflict."""
+        first, last = self._overlapping(start, end)
+        self._replace(first, last, self._merged(start, end, access, clock, first, last))
+
+    def _overlapping(self, start: int, end: int) -> tuple[int, int]:
+        first = max(bisect_right(self.starts, start) - 1, 0)
+        if first < len(self.segments) and self.segments[first].end <= start:
+            first += 1
+        return first, max(bisect_left(self.starts, end), first)
 
     def _merged(
         self, start: int, end: int, access: Access, clock: Clock, first: int, last: int

@@ -143,6 +143,9 @@ class CudaMachine(Machine):
     def synchronize(self, event: Event, *, label: str) -> None:
         _recorded(event, f"{label!r} on the host").torch_event.synchronize()
 
+    def synchronize_all(self) -> None:
+        torch.cuda.synchronize(self.device)
+
     def copy(self, destination: Tensor, source: Tensor, *, stream: Stream) -> None:
         handle = _own_stream(stream).handle
         nbytes = destination.nbytes

@@ -108,6 +108,10 @@ class Machine(abc.ABC):
         """
 
     @abc.abstractmethod
+    def synchronize_all(self) -> None:
+        """Block the host until everything queued so far has run: for giving memory back."""
+
+    @abc.abstractmethod
     def copy(self, destination: Tensor, source: Tensor, *, stream: Stream) -> None:
         """Queue a copy between two contiguous tensors of the same number of bytes.
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from ..errors import MachineUnavailableError
-from .protocol import Machine
-from .virtual import VirtualMachine
-from .virtual_dispatch import EagerMode
+from ghoffload.errors import MachineUnavailableError
+from ghoffload.machine.protocol import Machine
+from ghoffload.machine.virtual import VirtualMachine
+from ghoffload.machine.virtual_dispatch import EagerMode
 
 ENVIRONMENT_VARIABLE = "GHOFFLOAD_MACHINE"
 KINDS = ("virtual", "cuda")
@@ -64,9 +64,7 @@ def use_machine(machine: Machine | str, **options: Any) -> Iterator[Machine]:
     elif options:
         raise TypeError(f"use_machine takes options for a new machine only, got {sorted(options)}")
     outer = _thread.entries[-1] if _thread.entries else None
-    mode = None
-    if isinstance(machine, VirtualMachine) and machine.sees_eager:
-        mode = EagerMode(machine)
+    mode = machine.eager_mode() if isinstance(machine, VirtualMachine) else None
     with contextlib.ExitStack() as stack:
         if outer is not None and outer.mode is not None:
             outer.mode.enabled = False
@@ -146,7 +144,7 @@ def _of_kind(kind: str, options: dict[str, Any]) -> Machine:
     if options:
         raise TypeError(f"the cuda machine takes no options, got {sorted(options)}")
     if not torch.cuda.is_available():
-        from . import topology
+        from ghoffload.machine import topology
 
         raise MachineUnavailableError(
             topology.unusable_gpu() or "the cuda machine needs a GPU that torch can use: none found"
@@ -158,18 +156,18 @@ def _own_machine(device: torch.device) -> Machine | None:
     """What a device gets where nobody asked for anything."""
     if device.type == "cuda":
         return _cuda_machine(device)
-    from . import topology
+    from ghoffload.machine import topology
 
     sentence = topology.unusable_gpu()
     if sentence is not None:
         raise MachineUnavailableError(
-            f"{sentence} To step on the CPU all the same, set {ENVIRONMENT_VARIABLE}=cpu."
+            f"{sentence} (or set {ENVIRONMENT_VARIABLE}=cpu to step on the CPU all the same)"
         )
     return None
 
 
 def _cuda_machine(device: torch.device) -> Machine:
-    from .cuda import CudaMachine
+    from ghoffload.machine.cuda import CudaMachine
 
     return CudaMachine.of(_indexed(device))
 

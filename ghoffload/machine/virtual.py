@@ -4,12 +4,7 @@
 the difference, except that what it queues on other streams may run in any order the rules allow
 (virtual_queue.py), that both memories have capacities (virtual_memory.py), and that with checks on
 every access that nothing orders is an error (checking.py).
-
-Note [eager]
-    The caller's own operations are torch's, run at once in the calling thread, and count as
-    operations on the current stream. A ``TorchDispatchMode`` that ``use_machine`` enters shows them
-    to the machine. Those on tensors in a host arena alone are the host's own; those that mix both
-    are as a synchronous ``cudaMemcpy``: on the stream, and the host has waited for them.
+The caller's own operations are torch's; Note [eager] in virtual_dispatch.py says how they are seen.
 """
 
 from __future__ import annotations
@@ -18,20 +13,19 @@ import contextlib
 import ctypes
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..errors import OrderingError
-from .checking import Checker
-from .clocks import HOST, Access, Clock
-from .protocol import Event, Launch, Machine, Stream
-from .traffic import Traffic
-from .virtual_dispatch import EagerMode, plan_of, split, tensors_in
-from .virtual_memory import Memory, Region
-from .virtual_queue import (
+from ghoffload.machine.checking import Checker
+from ghoffload.machine.clocks import HOST
+from ghoffload.machine.protocol import Event, Launch, Machine, Stream
+from ghoffload.machine.traffic import Traffic
+from ghoffload.machine.virtual_dispatch import EagerMode
+from ghoffload.machine.virtual_memory import Memory, Region
+from ghoffload.machine.virtual_queue import (
     POISON,
     Operation,
     Order,
@@ -77,14 +71,21 @@ class VirtualMachine(Machine):
         self.labels: Counter[str] = Counter()
         self.stats = Traffic()
         self._queues = Queues(order, seed)
-        self._checker = Checker(self._queues.streams) if check else None
-        self._memory = Memory(hbm_bytes, host_bytes, self._died)
+        self._memory = Memory(hbm_bytes, host_bytes)
+        self._checker = Checker(self._queues, self._memory) if check else None
+        if self._checker is not None:
+            self._memory.on_death = self._checker.died
         self.h2d: VirtualStream = self.stream("h2d")
         self.d2h = (self.stream("d2h 0"), self.stream("d2h 1"))
 
     def __repr__(self) -> str:
         checks = "on" if self._checker else "off"
         return f"<VirtualMachine, order {self._queues.order}, checks {checks}>"
+
+    @property
+    def traffic(self) -> Traffic:
+        """The same as ``stats``."""
+        return self.stats
 
     # -- streams and events
 
@@ -164,19 +165,21 @@ class VirtualMachine(Machine):
         source_bytes = source.numel() * source.element_size()
         if nbytes != source_bytes:
             raise ValueError(
-                f"copy expects as many bytes in the source as in the destination, got {source_bytes} "
-                f"({_form(source)}) and {nbytes} ({_form(destination)})"
+                f"copy expects as many bytes on both sides, got {source_bytes} from "
+                f"{_form(source)} and {nbytes} into {_form(destination)}"
             )
         for tensor in (destination, source):
             if tensor.device.type != "cpu" or not tensor.is_contiguous():
                 raise ValueError(f"copy expects contiguous CPU tensors, got {_form(tensor)}")
+        if nbytes == 0:
+            return
+        if all(self._memory.arena_at(t.data_ptr()) for t in (destination, source)):
+            raise ValueError("copy expects one side in HBM, got two tensors in host arenas")
+        self._check("copy", stream, (source,), (destination,))
         self.stats.copies += 1
         self.stats.h2d_bytes += nbytes if stream is self.h2d else 0
         self.stats.d2h_bytes += nbytes if stream in self.d2h else 0
-        if nbytes == 0:
-            return
         name = f"copy on {stream.name}"
-        self._check("copy", stream, (source,), (destination,))
         into, out_of = self._refs(stream, (destination, source))
 
         def run() -> None:
@@ -219,8 +222,7 @@ class VirtualMachine(Machine):
         self._enter()
         if self._checker is not None:
             clock = self._checker.issue_on_host()
-            self._touch(name, HOST, clock, reads, writes=False)
-            self._touch(name, HOST, clock, writes, writes=True)
+            self._checker.access(name, HOST, clock, reads=reads, writes=writes)
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         self._enter()
@@ -232,23 +234,22 @@ class VirtualMachine(Machine):
             time = self._checker.issue(stream)[stream.thread]
             region.recorded[stream.thread] = time
         if stream.queue:
-            storage = tensor.untyped_storage()
-            hold: Callable[[], object] = storage.nbytes  # a bound method holds the storage
-            self._queues.add(Operation("record_stream", stream, lambda: None and hold()))
+            hold = TensorRef(tensor, strong=True)
+            self._queues.add(Operation("record_stream", stream, uses=(hold,)))
 
     # -- memory
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         self._enter()
         self._memory.reserve(math.prod(shape) * dtype.itemsize)
-        with self._unseen():
+        with self._queues.own_work():
             tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         region = self._memory.region(tensor, self._queues.current.thread)
         if region is not None:
             region.owned = True
             if self._checker is not None or self._queues.order != "earliest":
                 _poison(region)
-            self._allocated(tensor)
+            self._check("allocation", self._queues.current, (), (tensor,))
         return tensor
 
     def free(self, tensor: Tensor) -> None:
@@ -290,65 +291,24 @@ class VirtualMachine(Machine):
 
     # -- eager operations
 
-    @property
-    def sees_eager(self) -> bool:
-        """Whether the machine has a use for seeing eager operations."""
-        limited = self._memory.hbm_bytes is not None
-        return limited or self._checker is not None or self._queues.order != "earliest"
+    def eager_mode(self) -> EagerMode | None:
+        """What shows this machine the caller's eager operations; ``None`` where it need not know.
+
+        ``use_machine`` enters it.
+        """
+        unlimited = self._memory.hbm_bytes is None
+        if unlimited and self._checker is None and self._queues.order == "earliest":
+            return None
+        return EagerMode(self._queues, self._memory, self._checker)
 
     def finish_checks(self) -> None:
-        """Report what died in flight since the last call; ``use_machine`` does it at its end."""
-        self._memory.sweep_watched()
+        """Report what died in flight since the last call; ``use_machine`` does it at its end.
 
-    def _eager(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run one eager operation, seen by ``EagerMode``."""
-        if self._queues.running:
-            return func(*args, **kwargs)
-        self._enter()
-        self._queues.settle()
-        tracks = self._checker is not None or self._memory.hbm_bytes is not None
-        if not tracks:
-            with self._unseen():
-                return func(*args, **kwargs)
-        plan = plan_of(func)
-        stream = self._queues.current
-        reads, writes = split(plan, args, kwargs)
-        inputs = {t.untyped_storage()._cdata for t in (*reads, *writes) if _has_storage(t)}
-        on_host, mixed = self._whose(reads, writes)
-        thread, clock = HOST if on_host else stream.thread, None
-        checker = self._checker
-        if checker is not None and plan.accesses:
-            clock = checker.issue_on_host() if on_host else checker.issue(stream)
-            if not plan.maybe_view:
-                self._touch(plan.name, thread, clock, reads, writes=False)
-                self._touch(plan.name, thread, clock, writes, writes=True)
-        with self._unseen():
-            result = func(*args, **kwargs)
-        made = [
-            tensor
-            for tensor in tensors_in(result)
-            if _has_storage(tensor) and tensor.untyped_storage()._cdata not in inputs
-        ]
-        if checker is None:
-            for tensor in made:
-                self._memory.region(tensor, stream.thread)
-            return result
-        if made and clock is None:
-            clock = checker.issue(stream)
-        if clock is not None:
-            if plan.maybe_view and made:
-                self._touch(plan.name, thread, clock, reads, writes=False)
-            self._touch(plan.name, thread, clock, made, writes=True)
-        if mixed or plan.waits:
-            checker.synchronize(stream.clock)
-        return result
-
-    def _whose(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> tuple[bool, bool]:
-        """Whether tensors are all in host arenas, and whether some are and some are not."""
-        home = self._queues.current.thread
-        regions = [self._memory.region(tensor, home) for tensor in (*reads, *writes)]
-        arenas = [region.arena for region in regions if region is not None]
-        return bool(arenas) and all(arenas), any(arenas) and not all(arenas)
+        Raises:
+            OrderingError: something did, and no error was reported before.
+        """
+        if self._checker is not None and not self._checker.reported:
+            self._memory.sweep_watched()
 
     # -- inner workings
 
@@ -363,21 +323,11 @@ class VirtualMachine(Machine):
         self._queues.current = stream
         self._queues.settle()
 
-    @contextlib.contextmanager
-    def _unseen(self) -> Iterator[None]:
-        outer, self._queues.running = self._queues.running, True
-        try:
-            yield
-        finally:
-            self._queues.running = outer
-
     def _refs(self, stream: VirtualStream, tensors: Sequence[Tensor]) -> list[TensorRef]:
         """References to hold in a queue: weak, except to arenas, which outlive their storages."""
         now = self._queues.immediate(stream)
         arena_at = self._memory.arena_at
-        return [
-            TensorRef(t, strong=now or arena_at(t.data_ptr()) is not None) for t in tensors
-        ]
+        return [TensorRef(t, strong=now or arena_at(t.data_ptr()) is not None) for t in tensors]
 
     def _resolved(self, ref: TensorRef, name: str, *, writes: bool) -> Tensor:
         tensor = ref.resolve()
@@ -389,43 +339,19 @@ class VirtualMachine(Machine):
 
     def _too_late(self, name: str) -> None:
         if self._checker is not None:
-            raise OrderingError(f"{name!r} writes a tensor that was freed before it ran")
+            raise self._checker.report(f"{name!r} writes a tensor that was freed before it ran")
 
     def _check(
         self, name: str, stream: VirtualStream, reads: Sequence[Tensor], writes: Sequence[Tensor]
     ) -> None:
         if self._checker is not None:
             clock = self._checker.issue(stream)
-            self._touch(name, stream.thread, clock, reads, writes=False)
-            self._touch(name, stream.thread, clock, writes, writes=True)
-
-    def _touch(
-        self, name: str, thread: int, clock: Clock, tensors: Sequence[Tensor], *, writes: bool
-    ) -> None:
-        assert self._checker is not None
-        for tensor in tensors:
-            region = self._memory.region(tensor, self._queues.current.thread)
-            if region is not None:
-                by = Access(
-                    thread, clock[thread], name, writes, tuple(tensor.shape), tensor.dtype
-                )
-                self._checker.access(self._memory, region, tensor, clock, by)
-
-    def _allocated(self, tensor: Tensor) -> None:
-        """Fresh memory may have an earlier owner whose work on this stream is not done yet."""
-        if self._checker is not None:
-            stream = self._queues.current
-            clock = self._checker.issue(stream)
-            self._touch("allocation", stream.thread, clock, (tensor,), writes=True)
+            self._checker.access(name, stream.thread, clock, reads=reads, writes=writes)
 
     def _finish(self, region: Region) -> None:
         """Run what is queued on the bytes of a region that is given back."""
         for operation in self._queues.using(region.start, region.end):
             self._queues.force(operation)
-
-    def _died(self, region: Region) -> None:
-        if self._checker is not None:
-            self._checker.died(region)
 
 
 def _own(stream: Stream) -> VirtualStream:
@@ -445,10 +371,6 @@ def _recorded(event: Event, what: str) -> VirtualEvent:
     if event.mark is None:
         raise RuntimeError(f"{what}: event {event.name!r} was never recorded")
     return event
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided
 
 
 def _form(tensor: Tensor) -> str:

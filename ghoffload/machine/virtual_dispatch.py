@@ -1,104 +1,26 @@
-"""Eager torch operations as a virtual machine sees them: which tensors are read, which written?
+"""Eager torch operations on a virtual machine.
 
-Read from the operator's schema: arguments marked ``(a!)`` are written, others are read, results
-that alias no argument are written. Views and operations on metadata access nothing.
+Note [eager]
+    The caller's own operations are torch's, run at once in the calling thread, and count as
+    operations on the current stream. ``EagerMode`` shows them to the machine. Those on tensors in a
+    host arena alone are the host's own; those that mix both are as a synchronous ``cudaMemcpy``: on
+    the stream, and the host has waited for them. So has it for operations whose result it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-if TYPE_CHECKING:
-    from .virtual import VirtualMachine
-
-# Operators that look at the form of their arguments alone, and have no annotation that says so.
-_FORM_ONLY = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
-        *("randint_like", "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
-        *("sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "sym_is_contiguous"),
-        *("is_same_size", "is_pinned", "_has_same_storage_numel", "_unsafe_view", "size", "stride"),
-        *("is_contiguous", "_version", "_nested_tensor_size", "record_stream"),
-    )
-)
-_UNINITIALISED = frozenset(
-    f"aten::{name}"
-    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-)
-_WAITING_TAGS = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What one operator does with its arguments.
-
-    Attributes:
-        name: for messages.
-        accesses: whether it touches data at all.
-        maybe_view: it returns a view of an argument or a copy, which only the result tells.
-        allocates: it returns memory without writing it.
-        written: positions of the arguments that are written.
-        written_names: names of the keyword arguments that are written.
-        waits: the host needs the result, so it waits for the stream.
-    """
-
-    name: str
-    accesses: bool
-    maybe_view: bool
-    allocates: bool
-    written: frozenset[int]
-    written_names: frozenset[str]
-    waits: bool
-
-
-@lru_cache(maxsize=None)
-def plan_of(func: Any) -> Plan:
-    """The plan of an ``OpOverload``."""
-    schema = func._schema
-    writes = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
-    aliases = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    metadata = torch.Tag.inplace_view in func.tags
-    return Plan(
-        name=str(func),
-        accesses=not metadata and schema.name not in _FORM_ONLY,
-        maybe_view=aliases and not any(writes),
-        allocates=schema.name in _UNINITIALISED,
-        written=frozenset(i for i, write in enumerate(writes) if write),
-        written_names=frozenset(
-            a.name for a, write in zip(schema.arguments, writes, strict=True) if write
-        ),
-        waits=bool(_WAITING_TAGS.intersection(func.tags)),
-    )
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of an argument or result: itself, or those of a list."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-
-
-def split(
-    plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors that an operator reads, and those it writes, among its arguments."""
-    reads: list[Tensor] = []
-    writes: list[Tensor] = []
-    for position, value in enumerate(args):
-        (writes if position in plan.written else reads).extend(tensors_in(value))
-    for name, value in kwargs.items():
-        (writes if name in plan.written_names else reads).extend(tensors_in(value))
-    return reads, writes
+from ghoffload.machine.checking import Checker
+from ghoffload.machine.clocks import HOST
+from ghoffload.machine.virtual_memory import Memory, Region
+from ghoffload.machine.virtual_queue import Queues
+from ghoffload.machine.virtual_schema import plan_of, split, tensors_in
 
 
 class EagerMode(TorchDispatchMode):
@@ -108,10 +30,12 @@ class EagerMode(TorchDispatchMode):
         enabled: ``False`` while another machine is the active one.
     """
 
-    def __init__(self, machine: VirtualMachine) -> None:
+    def __init__(self, queues: Queues, memory: Memory, checker: Checker | None) -> None:
         super().__init__()
         self.enabled = True
-        self._machine = machine
+        self._queues = queues
+        self._memory = memory
+        self._checker = checker
 
     def __torch_dispatch__(
         self,
@@ -121,6 +45,48 @@ class EagerMode(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.enabled or not isinstance(func, torch._ops.OpOverload):
+        foreign = not self.enabled or not isinstance(func, torch._ops.OpOverload)
+        if foreign or self._queues.running:  # the machine's own work is not the caller's
             return func(*args, **kwargs)
-        return self._machine._eager(func, args, kwargs)
+        if self._checker is not None:
+            self._memory.sweep_watched()
+        self._queues.disturb()
+        self._queues.settle()
+        with self._queues.own_work():
+            if self._checker is not None:
+                return self._checked(self._checker, func, args, kwargs)
+            result = func(*args, **kwargs)
+            if self._memory.hbm_bytes is not None:
+                for tensor in (
+                    *tensors_in(args),
+                    *tensors_in(kwargs.values()),
+                    *tensors_in(result),
+                ):
+                    self._memory.region(tensor, self._queues.current.thread)
+            return result
+
+    def _checked(
+        self, checker: Checker, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        plan = plan_of(func)
+        reads, writes = split(plan, args, kwargs)
+        regions = self._regions(reads) | self._regions(writes)
+        arenas = sum(region.arena for region in regions)
+        on_host = 0 < arenas == len(regions)
+        stream = self._queues.current
+        thread = HOST if on_host else stream.thread
+        clock = checker.issue_on_host() if on_host else checker.issue(stream)
+        if plan.accesses and not plan.maybe_view:
+            checker.access(plan.name, thread, clock, reads=reads, writes=writes)
+        result = func(*args, **kwargs)
+        made = [t for t in tensors_in(result) if not self._regions((t,)) <= regions]
+        copied = reads if plan.accesses and plan.maybe_view and made else ()
+        checker.access(plan.name, thread, clock, reads=copied, writes=made)
+        if not on_host and (arenas or plan.waits):
+            checker.synchronize(stream.clock)
+        return result
+
+    def _regions(self, tensors: Sequence[Tensor]) -> set[Region]:
+        home = self._queues.current.thread
+        regions = (self._memory.region(tensor, home) for tensor in tensors)
+        return {region for region in regions if region is not None}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .clocks import History
+from ghoffload.machine.clocks import History
 
 SWEEP_EVERY = 256  # storages registered between two sweeps for those that died unnoticed
 
@@ -47,24 +47,25 @@ class Region:
         self.recorded: dict[int, int] = {}
 
     def dead(self) -> bool:
-        return not self.arena and all(ref.expired() for ref in self.storages.values())
+        """Whether no storage looks at it any more; arenas end by ``unregister`` alone."""
+        if self.arena:
+            return False
+        for ref in self.storages.values():  # noqa: SIM110 - asked at every operation, so no all()
+            if not ref.expired():
+                return False
+        return True
 
 
 class Memory:
     """All regions of a machine, with the two capacities."""
 
-    def __init__(
-        self,
-        hbm_bytes: int | None,
-        host_bytes: int | None,
-        on_death: Callable[[Region], None],
-    ) -> None:
+    def __init__(self, hbm_bytes: int | None, host_bytes: int | None) -> None:
         self.hbm_bytes = hbm_bytes
         self.host_bytes = host_bytes
         self.allocated = 0
         self.host_allocated = 0
         self.watched: dict[Region, None] = {}
-        self._on_death = on_death
+        self.on_death: Callable[[Region], None] = lambda region: None
         self._of_storage: dict[int, Region] = {}
         self._starts: list[int] = []
         self._regions: list[Region] = []
@@ -239,7 +240,7 @@ class Memory:
 
     def _bury(self, region: Region) -> None:
         self._remove(region)
-        self._on_death(region)
+        self.on_death(region)
 
 
 def _still_there(region: Region) -> bool:
@@ -253,9 +254,7 @@ def _still_there(region: Region) -> bool:
     return False
 
 
-def out_of_memory(
-    where: str, tried: int, capacity: int, allocated: int
-) -> torch.OutOfMemoryError:
+def out_of_memory(where: str, tried: int, capacity: int, allocated: int) -> torch.OutOfMemoryError:
     """The error of a GPU that has no room, with the same figures."""
     return torch.OutOfMemoryError(
         f"virtual {where} out of memory. Tried to allocate {tried} bytes. The virtual {where} has "

@@ -10,6 +10,7 @@ Note [queue]
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import random
 from collections import deque
@@ -20,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .clocks import Clock
-from .protocol import Event, Stream
+from ghoffload.machine.clocks import Clock
+from ghoffload.machine.protocol import Event, Stream
 
 Order = Literal["earliest", "latest", "adversarial"]
 POISON = 0xFF
@@ -71,6 +72,8 @@ class Operation:
     """Something queued on a stream; see Note [queue]."""
 
     __slots__ = ("after", "done", "name", "run", "stream", "uses")
+
+    done: bool
 
     def __init__(
         self,
@@ -158,6 +161,15 @@ class Queues:
                 if not top.done:
                     self._execute(top)
 
+    @contextlib.contextmanager
+    def own_work(self) -> Iterator[None]:
+        """What torch does inside is the machine's work, or one eager operation's inside."""
+        outer, self.running = self.running, True
+        try:
+            yield
+        finally:
+            self.running = outer
+
     def settle(self) -> None:
         """Run what is left on the current stream, before something eager runs on it."""
         self.force(self.current.tail)
@@ -200,8 +212,5 @@ class Queues:
         operation.done, operation.run = True, None
         operation.after, operation.uses = (), ()
         if run is not None:
-            outer, self.running = self.running, True
-            try:
+            with self.own_work():
                 run()
-            finally:
-                self.running = outer

@@ -17,7 +17,14 @@ from ghoffload.kernels.adam import Hyper
 from ghoffload.machine import machine_for
 from ghoffload.machine.protocol import Machine
 from ghoffload.optim import checkpoint
-from ghoffload.optim.engine import DTYPES, Engine, GroupStep
+from ghoffload.optim.checks import (
+    check_gradient,
+    check_options,
+    check_parameters,
+    check_sharing,
+    check_unchanged,
+)
+from ghoffload.optim.engine import Engine, GroupStep
 from ghoffload.optim.report import MemoryReport, memory_report
 from ghoffload.optim.state import OffloadState
 
@@ -81,8 +88,6 @@ class OffloadAdam(Optimizer):
         self._config = OffloadConfig.of(config)
         self._machine_choice = machine
         self._engine: Engine | None = None
-        if differentiable:
-            raise ValueError(f"{self._title} expects differentiable=False, got True")
         if isinstance(params, Optimizer):
             given = {
                 "lr": lr is not _LR,
@@ -93,6 +98,7 @@ class OffloadAdam(Optimizer):
                 "foreach": foreach is not None,
                 "maximize": maximize,
                 "capturable": capturable,
+                "differentiable": differentiable,
                 "fused": fused is not None,
                 "decoupled_weight_decay": decoupled_weight_decay and not self._forces_decoupled,
             }
@@ -107,12 +113,12 @@ class OffloadAdam(Optimizer):
             "maximize": maximize,
             "foreach": foreach,
             "capturable": capturable,
-            "differentiable": False,
+            "differentiable": differentiable,
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        _check_options(defaults)
-        defaults["betas"] = tuple(_scalar(beta) for beta in betas)
+        check_options(self._title, defaults)
+        defaults["betas"] = _scalars(betas)
         super().__init__(params, defaults)
         self._open()
 
@@ -135,10 +141,8 @@ class OffloadAdam(Optimizer):
                 f"{', '.join(given)} beside a wrapped optimizer: its own hyperparameters are "
                 "taken over; set them there"
             )
-        if any(group["differentiable"] for group in inner.param_groups):
-            raise ValueError(f"{self._title} expects differentiable=False, got True")
         for group in inner.param_groups:
-            _check_options(group)
+            check_options(self._title, group)
         state = {parameter: dict(entries) for parameter, entries in inner.state.items()}
         self.defaults = inner.defaults
         self.defaults.setdefault("decoupled_weight_decay", type(inner) is torch.optim.AdamW)
@@ -167,13 +171,16 @@ class OffloadAdam(Optimizer):
         """Choose the machine, plan every trainable parameter, reserve memory."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         for group in self.param_groups:
-            _check_parameters(self._title, group["params"])
+            check_options(self._title, group)
+            group["betas"] = _scalars(group["betas"])
+        check_parameters(self._title, parameters)
         devices = sorted({str(parameter.device) for parameter in parameters})
         if len(devices) != 1:
             raise ValueError(
-                f"{self._title} expects all parameters on one device, got {', '.join(devices)}"
+                f"{self._title} expects all parameters on one device, got "
+                f"{', '.join(devices) or 'no parameter'}"
             )
-        _check_sharing(self._title, parameters)
+        check_sharing(self._title, list(dict.fromkeys(parameters)))
         device = parameters[0].device
         machine = machine_for(device, self._machine_choice)
         owner = f"{self._title}-{next(_names)}"
@@ -195,8 +202,9 @@ class OffloadAdam(Optimizer):
         """Reserve the state of those among ``parameters`` that have none yet."""
         engine = self._open_engine
         new = [p for p in dict.fromkeys(parameters) if engine.find(p) is None]
-        amsgrad = {p: bool(g["amsgrad"]) for g in self.param_groups for p in g["params"]}
-        engine.add(new, amsgrad)
+        if new:
+            amsgrad = {p: bool(g["amsgrad"]) for g in self.param_groups for p in g["params"]}
+            engine.add(new, amsgrad)
 
     @property
     def state(self) -> Any:
@@ -227,10 +235,11 @@ class OffloadAdam(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[count]
         try:
-            _check_options(group)
-            group["betas"] = tuple(_scalar(beta) for beta in group["betas"])
-            _check_parameters(self._title, group["params"])
-            _check_sharing(self._title, [p for g in self.param_groups for p in g["params"]])
+            check_options(self._title, group)
+            group["betas"] = _scalars(group["betas"])
+            check_parameters(self._title, group["params"])
+            everything = [p for g in self.param_groups for p in g["params"]]
+            check_sharing(self._title, list(dict.fromkeys(everything)))
             for parameter in group["params"]:
                 if parameter.device != engine.device:
                     raise ValueError(
@@ -296,26 +305,14 @@ class OffloadAdam(Optimizer):
         )
 
     def _check_grads(self, grads: Mapping[Tensor, Tensor]) -> None:
-        device = self._open_engine.device
+        engine = self._open_engine
         for parameter, grad in grads.items():
-            if grad.layout is not torch.strided:
-                raise RuntimeError(f"{self._title} does not support sparse gradients")
-            if grad.dtype not in DTYPES:
-                raise RuntimeError(
-                    f"{self._title} expects fp32, bf16 or fp16 gradients, got {grad.dtype}"
-                )
-            for what, tensor in (("parameter", parameter), ("gradient", grad)):
-                if tensor.device != device:
-                    raise RuntimeError(
-                        f"{self._title} was built for {device}, got a {what} on {tensor.device}; "
-                        "build the optimizer after moving the model"
-                    )
-            home = self._open_engine.find(parameter)
-            if home is not None and home[0].layouts[home[1]].size != tuple(parameter.shape):
-                raise RuntimeError(
-                    f"{self._title} was built for a parameter of shape "
-                    f"{home[0].layouts[home[1]].size}, it now has {tuple(parameter.shape)}"
-                )
+            check_gradient(self._title, parameter, grad, engine.device)
+            home = engine.find(parameter)
+            if home is not None:
+                section, index = home
+                size, dtype = section.layouts[index].size, section.dtypes[index]
+                check_unchanged(self._title, parameter, size, dtype)
 
     def _check_whole(self) -> None:
         where = None if self._engine is None else self._engine.interrupted
@@ -467,56 +464,6 @@ def _taken(name: str, title: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _scalar(value: Any) -> Any:
-    """A one-element tensor as 0-dim, anything else as it is."""
-    return value.reshape(()) if isinstance(value, Tensor) else value
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for a hyperparameter that torch would refuse, in its words."""
-    lr, betas = options["lr"], options["betas"]
-    for name, value in (("lr", lr), ("betas[0]", betas[0]), ("betas[1]", betas[1])):
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(f"Tensor {name} must be 1-element")
-    if isinstance(betas[0], Tensor) != isinstance(betas[1], Tensor):
-        raise ValueError("betas must be either both floats or both Tensors")
-    if not 0.0 <= lr:
-        raise ValueError(f"Invalid learning rate: {lr}")
-    if not 0.0 <= options["eps"]:
-        raise ValueError(f"Invalid epsilon value: {options['eps']}")
-    for index, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-    if not 0.0 <= options["weight_decay"]:
-        raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
-
-
-def _check_parameters(title: str, parameters: Iterable[Tensor]) -> None:
-    for parameter in parameters:
-        if parameter.dtype not in DTYPES:
-            raise TypeError(
-                f"{title} expects fp32, bf16 or fp16 parameters, got {parameter.dtype} "
-                f"(shape {tuple(parameter.shape)})"
-            )
-        if parameter.layout is not torch.strided:
-            raise TypeError(f"{title} expects dense parameters, got {parameter.layout}")
-        if type(parameter) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
-            raise TypeError(
-                f"{title} expects plain tensors as parameters, got {type(parameter).__name__}"
-            )
-
-
-def _check_sharing(title: str, parameters: Iterable[Tensor]) -> None:
-    """Refuse parameters whose memory overlaps: they would be updated twice at once."""
-    extents = []
-    for number, p in enumerate(parameters):
-        if p.numel() and p.device.type != "meta":
-            last = sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
-            extents.append((p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size(), number))
-    extents.sort()
-    for (_, end, first), (start, _, second) in itertools.pairwise(extents):
-        if start < end:
-            raise ValueError(
-                f"{title} expects parameters with memory of their own; parameters {first} and "
-                f"{second} overlap: pass a tied parameter once"
-            )
+def _scalars(betas: Iterable[Any]) -> tuple[Any, ...]:
+    """One-element tensors as 0-dim, anything else as it is."""
+    return tuple(beta.reshape(()) if isinstance(beta, Tensor) else beta for beta in betas)

@@ -63,7 +63,9 @@ def check(
     """
     for key in ("state", "param_groups"):
         if key not in state_dict:
-            raise ValueError(f"state dict expects the keys 'state' and 'param_groups', {key!r} is missing")
+            raise ValueError(
+                f"state dict expects the keys 'state' and 'param_groups', {key!r} is missing"
+            )
     header = state_dict.get(NATIVE_KEY)
     if header is not None and header.get("version") != NATIVE_VERSION:
         raise ValueError(
@@ -99,8 +101,7 @@ def check(
             _check_entries(home[0], home[1], values, index)
         entries[ids[index]] = values
     return entries, [
-        {key: deepcopy(value) for key, value in group.items() if key != "params"}
-        for group in saved
+        {key: deepcopy(value) for key, value in group.items() if key != "params"} for group in saved
     ]
 
 

@@ -19,8 +19,6 @@ from ghoffload.optim.operands import BucketJob, collect, jobs, reserve
 from ghoffload.optim.section import LiveBucket, Section
 from ghoffload.optim.streamed import StreamedStep
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
@@ -185,7 +183,8 @@ class Engine:
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True
-        self.drain()
+        if self.machine is not None:
+            self.machine.synchronize_all()
         self._stepper.close()
         for section in self.sections:
             section.close()

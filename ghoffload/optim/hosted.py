@@ -160,6 +160,7 @@ class HostStep:
             self._staging is not None and self._staging.slot_bytes >= slot_bytes
         ):
             return
+        self._machine.synchronize_all()
         self.close()
         slot_bytes = -(-slot_bytes // 256) * 256
         machine = self._machine
@@ -168,12 +169,15 @@ class HostStep:
         )
         self._arena = HostArena(slot_bytes * self._slots, machine=machine, owner=self._owner)
         self._host = [self._arena.carve(slot_bytes, torch.uint8) for _ in range(self._slots)]
+        # The buffers are the current stream's: what it had to do comes before their first use.
+        compute = machine.current_stream()
+        machine.wait(compute, self._updated, label="update waits for the one before")
+        machine.record(self._updated, compute)
 
     def step(self, prepares: Sequence[Launch], jobs: Sequence[BucketJob]) -> None:
         machine, compute = self._machine, self._machine.current_stream()
         packed = [_Packed.of(job) for job in jobs]
         self._ensure(max((p.total_bytes for p in packed), default=0))
-        staging = self._staging
         machine.wait(compute, self._updated, label="update waits for the one before")
         with pool.threads(self._threads):
             for prepare in prepares:
@@ -184,8 +188,7 @@ class HostStep:
                 done = index - self._slots + 1
                 if done >= 0:
                     self._finish(packed[done], done % self._slots)
-        if staging is not None:
-            machine.record(self._updated, compute)
+        machine.record(self._updated, compute)
 
     def _send(self, packed: _Packed, slot: int) -> None:
         """Pack a bucket's weights and gradients and send them to the host."""
@@ -198,7 +201,6 @@ class HostStep:
         nbytes = packed.total_bytes
         chunks = chunked([(self._host[slot][:nbytes], buffer[:nbytes])])
         self._offload.copy(chunks, after=compute, done=self._staging.drained[slot])
-        self._staging.used[slot] = True
 
     def _finish(self, packed: _Packed, slot: int) -> None:
         """Step a bucket on the CPU once it has arrived and send its weights back."""
@@ -220,12 +222,11 @@ class HostStep:
         return None if tensor is None else tensor.cpu()
 
     def drain(self) -> None:
-        """Block the host until the weights of the last step have arrived."""
-        self._machine.synchronize(self._updated, label="reading state waits for the update")
+        """Nothing is ever pending: ``step`` has waited for host state."""
 
     def close(self) -> None:
+        """Give the packed buffers back. Nothing may be queued any more."""
         if self._staging is not None:
-            self.drain()
             self._staging.close()
             self._staging = None
         self._host.clear()

@@ -74,6 +74,7 @@ class Section:
     Attributes:
         parameters: the parameters; an index into them is what pieces and counters refer to.
         layouts: the order of each parameter's elements in its state arrays.
+        dtypes: of each parameter when its state was planned.
         steps: fp32 step counters, one a parameter, on the device that steps.
         scalars: fp32 ``[parameters, SCALARS]``, what one step's update reads per parameter.
         started: whether a parameter has taken part in a step; until then it has no state, as in
@@ -97,6 +98,7 @@ class Section:
         self.parameters = list(parameters)
         self.specs = list(specs)
         self.layouts = [Layout.of(parameter) for parameter in parameters]
+        self.dtypes = [parameter.dtype for parameter in parameters]
         self.started = [False] * len(self.parameters)
         self.extras: list[dict[Any, Any]] = [{} for _ in self.parameters]
         self.scratch: dict[tuple[int, str], Tensor] = {}
@@ -113,9 +115,7 @@ class Section:
             self.steps = self._device_zeros((count,))
             self.scalars = self._device_zeros((count, SCALARS))
         self.spaces = [self._reserve_space(space) for space in spaces]
-        self._space_of = {
-            index: space for space in self.spaces for index in space.plan.offsets
-        }
+        self._space_of = {index: space for space in self.spaces for index in space.plan.offsets}
         slots = itertools.count(first_slot)
         self.buckets = [
             LiveBucket(

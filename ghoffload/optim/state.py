@@ -128,9 +128,7 @@ def check_entry(target: Tensor, value: Any, what: str) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"{what} expects a tensor, got {type(value).__name__}")
     if value.shape != target.shape and not value.numel() == target.numel() == 1:
-        raise ValueError(
-            f"{what} expects shape {tuple(target.shape)}, got {tuple(value.shape)}"
-        )
+        raise ValueError(f"{what} expects shape {tuple(target.shape)}, got {tuple(value.shape)}")
     exact = value.dtype in (target.dtype, torch.bfloat16, torch.float16)
     if target.dim() == 0 and not exact:  # step counters are whole numbers in any dtype
         number = float(value)

@@ -55,8 +55,8 @@ class StreamedStep:
         slots = min(self._staging_buffers, len(moving))
         old = self._staging
         if old is None or old.slot_bytes < slot_bytes or len(old.buffers) < slots:
-            self.drain()
             if old is not None:
+                self._machine.synchronize_all()
                 old.close()
             self._staging = None
             self._staging = Staging(
@@ -111,24 +111,28 @@ class StreamedStep:
         slot = self._slot(bucket)
         self._reload.copy(
             [(staged, host) for host, staged in bucket.chunks],
-            after=staging.drained[slot] if staging.used[slot] else None,
+            after=staging.drained[slot],
             done=staging.reloaded[slot],
         )
         self._machine.wait(compute, staging.reloaded[slot], label="update waits for the reload")
         self._machine.launch(launch, stream=compute)
         self._write_back.copy(bucket.chunks, after=compute, done=staging.drained[slot])
-        staging.used[slot] = True
 
     def host_value(self, tensor: Tensor | None) -> Tensor | None:
         """``found_inf`` and the like stay on the device here."""
         return tensor
 
     def drain(self) -> None:
-        """Block the host until host state and counters show every step queued so far."""
+        """Block the host until host state shows every step queued so far.
+
+        What stays in HBM (counters, resident state) is then in order for the current stream.
+        """
         self._write_back.drain(label="reading state waits for the write-back")
-        self._machine.synchronize(self._updated, label="reading state waits for the update")
+        compute = self._machine.current_stream()
+        self._machine.wait(compute, self._updated, label="reading state waits for the update")
 
     def close(self) -> None:
+        """Give the staging buffers back. Nothing may be queued any more."""
         if self._staging is not None:
             self._staging.close()
             self._staging = None

@@ -22,11 +22,11 @@ CHUNK_BYTES = 32 << 20
 Pairs = Sequence[tuple[Tensor, Tensor]]
 
 
-def chunked(pairs: Pairs, chunk_bytes: int = CHUNK_BYTES) -> list[tuple[Tensor, Tensor]]:
-    """Cut pairs of equally long 1-D tensors into pairs of at most ``chunk_bytes`` each."""
+def chunked(pairs: Pairs) -> list[tuple[Tensor, Tensor]]:
+    """Cut pairs of equally long 1-D tensors into pairs of at most ``CHUNK_BYTES`` each."""
     chunks = []
     for first, second in pairs:
-        count = max(chunk_bytes // first.element_size(), 1)
+        count = max(CHUNK_BYTES // first.element_size(), 1)
         for start in range(0, first.numel(), count):
             chunks.append((first[start : start + count], second[start : start + count]))
     return chunks
@@ -38,16 +38,14 @@ class Reload:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
 
-    def copy(
-        self, pairs: Pairs, *, after: Event | None, done: Event, label: str = "reload"
-    ) -> None:
+    def copy(self, pairs: Pairs, *, after: Event | None, done: Event) -> None:
         """Queue ``(hbm, host)`` copies after ``after`` and record ``done`` behind them.
 
         The caller keeps the tensors alive until a stream it owns has waited for ``done``.
         """
         machine = self._machine
         if after is not None:
-            machine.wait(machine.h2d, after, label=f"{label} waits for its buffer to be free")
+            machine.wait(machine.h2d, after, label="reload waits for a free buffer")
         for hbm, host in pairs:
             machine.copy(hbm, host, stream=machine.h2d)
         machine.record(done, machine.h2d)

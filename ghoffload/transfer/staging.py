@@ -16,8 +16,8 @@ class Staging:
 
     Attributes:
         buffers: uint8 tensors of ``slot_bytes``.
-        reloaded, drained: one event a buffer.
-        used: whether the buffer has been written back at least once, so ``drained`` is recorded.
+        reloaded, drained: one event a buffer. A new buffer is *drained* once the current stream has
+            done what it had to do: the allocator may have taken the memory from it.
     """
 
     def __init__(self, machine: Machine, *, slots: int, slot_bytes: int, owner: str) -> None:
@@ -26,7 +26,8 @@ class Staging:
         self.buffers = [machine.empty((slot_bytes,), torch.uint8) for _ in range(slots)]
         self.reloaded = [machine.event(f"staging buffer {slot} reloaded") for slot in range(slots)]
         self.drained = [machine.event(f"staging buffer {slot} drained") for slot in range(slots)]
-        self.used = [False] * slots
+        for event in self.drained:
+            machine.record(event, machine.current_stream())
         ledger.add("device", owner, self.nbytes)
 
     @property

@@ -1,0 +1,163 @@
+"""Loading csrc's machine code on a device and starting its kernels, by the driver interface.
+
+Importing needs neither a driver nor cuda-bindings; the first launch does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ghoffload.errors import KernelBuildError
+from ghoffload.kernels import build
+
+
+def launch(
+    source: str,
+    kernel: str,
+    device: int,
+    *,
+    blocks: int,
+    threads: int,
+    parameters: Sequence[npt.NDArray[Any]],
+    stream: int,
+) -> None:
+    """Start ``kernel`` of ``csrc/<source>.cu``; its module is built and loaded at first use.
+
+    Args:
+        source: file name without suffix.
+        kernel: its extern "C" name.
+        device: CUDA device index.
+        blocks: number of blocks.
+        threads: threads of a block.
+        parameters: one array for each kernel parameter, holding its bytes. They are copied before
+            this returns.
+        stream: a raw ``CUstream`` handle of that device.
+
+    Raises:
+        KernelBuildError: the kernel could not be compiled or loaded.
+        RuntimeError: the driver refused the launch; the message names the kernel.
+    """
+    loaded = _loaded_device(device)
+    function = loaded.function(source, kernel)
+    addresses = np.array([p.ctypes.data for p in parameters], dtype=np.uint64)
+    driver = loaded.driver
+    with loaded.current():
+        (status,) = driver.cuLaunchKernel(
+            function, blocks, 1, 1, threads, 1, 1, 0, stream, addresses.ctypes.data, 0
+        )
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(
+            f"launch of {kernel} on cuda:{device} ({blocks} blocks) failed: "
+            f"{_describe(driver, status)}"
+        )
+
+
+def preload(device: int, sources: Sequence[str] = ("adamw", "pack")) -> None:
+    """Build and load modules now, so that no launch does (as a CUDA graph capture needs).
+
+    Raises:
+        KernelBuildError: a module could not be compiled or loaded.
+    """
+    for source in sources:
+        _loaded_device(device).module(source)
+
+
+def _describe(driver: Any, status: Any) -> str:
+    _, name = driver.cuGetErrorName(status)
+    _, text = driver.cuGetErrorString(status)
+    return f"{(name or b'?').decode()}: {(text or b'?').decode()}"
+
+
+class _Current:
+    """Makes a context current and restores the one before; nothing where it already is."""
+
+    def __init__(self, driver: Any, context: Any) -> None:
+        self._driver, self._context = driver, context
+
+    def __enter__(self) -> None:
+        status, now = self._driver.cuCtxGetCurrent()
+        self._pushed = int(status) != 0 or int(now) != int(self._context)
+        if self._pushed:
+            self._driver.cuCtxPushCurrent(self._context)
+
+    def __exit__(self, *_: object) -> None:
+        if self._pushed:
+            self._driver.cuCtxPopCurrent()
+
+
+class _Device:
+    """The modules and functions loaded in one device's primary context (the one torch uses)."""
+
+    def __init__(self, index: int) -> None:
+        try:
+            from cuda.bindings import driver
+        except ImportError as error:
+            raise KernelBuildError(
+                f"CUDA kernels need the driver bindings; pip install cuda-bindings ({error})"
+            ) from error
+        self.driver = driver
+        self._index = index
+        self._check(driver.cuInit(0), "cuInit")
+        self._device = self._check(driver.cuDeviceGet(index), "cuDeviceGet")
+        self._context = self._check(
+            driver.cuDevicePrimaryCtxRetain(self._device), "cuDevicePrimaryCtxRetain"
+        )
+        self._modules: dict[str, Any] = {}
+        self._functions: dict[tuple[str, str], Any] = {}
+        self._lock = threading.RLock()
+
+    def _check(self, result: tuple[Any, ...], what: str) -> Any:
+        if result[0] != self.driver.CUresult.CUDA_SUCCESS:
+            raise KernelBuildError(
+                f"{what} on cuda:{self._index} failed: {_describe(self.driver, result[0])}"
+            )
+        return result[1] if len(result) > 1 else None
+
+    def current(self) -> _Current:
+        return _Current(self.driver, self._context)
+
+    def module(self, source: str) -> Any:
+        with self._lock:
+            if source not in self._modules:
+                attribute = self.driver.CUdevice_attribute
+                major, minor = (
+                    self._check(
+                        self.driver.cuDeviceGetAttribute(which, self._device),
+                        "cuDeviceGetAttribute",
+                    )
+                    for which in (
+                        attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                        attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+                    )
+                )
+                cubin = build.cubin(source, build.architecture(major, minor))
+                version = ".".join(map(str, cubin.compiler))
+                with self.current():
+                    self._modules[source] = self._check(
+                        self.driver.cuModuleLoadData(cubin.code),
+                        f"loading {source}.cu (built by NVRTC {version}, which needs a driver of "
+                        "its CUDA major version or newer)",
+                    )
+            return self._modules[source]
+
+    def function(self, source: str, kernel: str) -> Any:
+        found = self._functions.get((source, kernel))
+        if found is None:
+            with self._lock, self.current():
+                found = self._check(
+                    self.driver.cuModuleGetFunction(self.module(source), kernel.encode()),
+                    f"finding {kernel} in {source}.cu",
+                )
+                self._functions[source, kernel] = found
+        return found
+
+
+@lru_cache(None)
+def _loaded_device(index: int) -> _Device:
+    return _Device(index)
