@@ -57,7 +57,7 @@ class Optimizer:
         try:
             return f"{self.package} {importlib.metadata.version(self.package)}"
         except importlib.metadata.PackageNotFoundError:
-            return f"{self.package} (not installed: run from its sources)"
+            return f"{self.package}, version unknown"
 
 
 class Offload(Optimizer):
@@ -94,6 +94,11 @@ class Offload(Optimizer):
 
     def step(self) -> None:
         self.optimizer.step()
+
+    def version(self) -> str:
+        import ghoffload
+
+        return f"ghoffload {ghoffload.__version__}"
 
     def report(self) -> str:
         return str(self.optimizer.report())

@@ -68,6 +68,10 @@ def verdicts(rows: Rows) -> list[list[str]]:
     if "whole" in ours and "alone" in ours:
         growth = ours["whole"]["peak_allocated"] / ours["alone"]["peak_allocated"] - 1
         judge("peak HBM over forward + backward alone", f"{growth:+.2%}", "<= +3 %", growth <= 0.03)
+        outside = ours["whole"]["outside_torch"] - ours["alone"]["outside_torch"]
+        growth += outside / ours["alone"]["peak_allocated"]
+        judge("the same, with HBM outside torch's allocator", f"{growth:+.2%}", "<= +3 %",
+              growth <= 0.03)  # fmt: skip
     if "ledger" in ours:
         held = _host_ledger(ours) / ours["parameters"]
         judge("host bytes a parameter, ledger", f"{held:.3f}", "<= 12.2", held <= 12.2)
@@ -92,6 +96,19 @@ def verdicts(rows: Rows) -> list[list[str]]:
               not sync["training"])  # fmt: skip
         judge("allocations in step()", str(sync["allocations"]), "0", sync["allocations"] == 0)
     return lines
+
+
+def figures(rows: Rows) -> Iterator[str]:
+    """Sentences about the run itself: versions and times."""
+    for name, row in rows.items():
+        seconds = row.get("seconds", {})
+        spent = sum(seconds.values())
+        longest = max(seconds, key=seconds.__getitem__, default="")
+        if longest:
+            yield (
+                f"{_label(name)} ({row.get('version', 'not started')}): {spent:.0f} s, "
+                f"{seconds[longest]:.0f} of them for {longest}"
+            )
 
 
 def step_fraction(row: dict[str, Any]) -> float | None:
@@ -131,7 +148,7 @@ def _step(rows: Rows) -> list[list[str]]:
 
 def _whole(rows: Rows) -> list[list[str]]:
     lines = [["optimizer", "alone ms", "step ms", "added", "peak HBM alone GB", "peak HBM GB",
-              "growth"]]  # fmt: skip
+              "growth", "grew outside torch GB"]]  # fmt: skip
     for name, row in rows.items():
         if "whole" in row and "alone" in row:
             whole, alone = row["whole"], row["alone"]
@@ -140,6 +157,7 @@ def _whole(rows: Rows) -> list[list[str]]:
                 f"{whole['ms'] / alone['ms'] - 1:+.1%}",
                 f"{alone['peak_allocated'] / 1e9:.2f}", f"{whole['peak_allocated'] / 1e9:.2f}",
                 f"{whole['peak_allocated'] / alone['peak_allocated'] - 1:+.2%}",
+                f"{(whole['outside_torch'] - alone['outside_torch']) / 1e9:.2f}",
             ])  # fmt: skip
     return lines
 
@@ -203,16 +221,3 @@ def _grown(row: dict[str, Any]) -> int:
 
 def _host_ledger(row: dict[str, Any]) -> int:
     return sum(nbytes for kind, nbytes in row["ledger"].items() if kind != "device")
-
-
-def figures(rows: Rows) -> Iterator[str]:
-    """Sentences about the run itself: versions and times."""
-    for name, row in rows.items():
-        seconds = row.get("seconds", {})
-        spent = sum(seconds.values())
-        longest = max(seconds, key=seconds.__getitem__, default="")
-        if longest:
-            yield (
-                f"{_label(name)} ({row.get('version', 'not started')}): {spent:.0f} s, "
-                f"{seconds[longest]:.0f} of them for {longest}"
-            )

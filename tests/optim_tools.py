@@ -36,7 +36,11 @@ class Place:
 
     def config(self, **fields: Any) -> dict[str, Any]:
         """Buckets of 1,024 elements, so that a parameter of a few thousand spans several."""
-        return {"bucket_bytes": 4096, "staging_buffers": 2, "step_device": self.step_device} | fields
+        return {
+            "bucket_bytes": 4096,
+            "staging_buffers": 2,
+            "step_device": self.step_device,
+        } | fields
 
 
 CPU = Place("cpu")
@@ -84,6 +88,8 @@ def train(optimizer: torch.optim.Optimizer, *, start: int = 0, steps: int = 3) -
 
 def raw(tensor: Tensor) -> bytes:
     """The bytes of a tensor's elements in row-major order."""
+    if tensor.is_meta:
+        return b""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

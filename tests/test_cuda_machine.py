@@ -608,6 +608,9 @@ def test_200_cycles_leave_memory_flat_on_both_sides(gpu: CudaMachine) -> None:
         arena = HostArena(16 * MIB, machine=gpu, owner="cycle")
         host = arena.carve(MIB, torch.int32)
         hbm = gpu.empty((MIB,), torch.int32)
+        ready = gpu.event("ready")
+        gpu.record(ready, gpu.current_stream())
+        gpu.wait(gpu.h2d, ready, label="reload waits for the memory's last use")
         gpu.copy(hbm, host, stream=gpu.h2d)
         gpu.free(hbm)
 

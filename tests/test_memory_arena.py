@@ -147,10 +147,15 @@ def test_empty_arena(machine: FakeMachine) -> None:
 
 
 def test_threads_carve_disjoint_pieces() -> None:
-    whole = made(256 * 400, None)
-    with ThreadPoolExecutor(4) as executor:
-        tensors = list(executor.map(lambda _: whole.carve(1, torch.float32), range(400)))
-    assert len({tensor.data_ptr() for tensor in tensors}) == 400
+    whole = made(256 * 4000, None)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as executor:
+            tensors = list(executor.map(lambda _: whole.carve(1, torch.float32), range(4000)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert len({tensor.data_ptr() for tensor in tensors}) == 4000
 
 
 def test_pinned_arena_is_registered_counted_and_given_back_once(machine: FakeMachine) -> None:
@@ -165,6 +170,7 @@ def test_pinned_arena_is_registered_counted_and_given_back_once(machine: FakeMac
     assert pinned.closed
     assert not pinned.pinned
     assert machine.unregistered_while_mapped == [True]
+    assert not sys.platform.startswith("linux") or not mapped(pinned.address)
     assert ledger.rows() == before
     with pytest.raises(RuntimeError, match="arena of 'test arena' is closed"):
         pinned.carve(1, torch.float32)
@@ -232,8 +238,9 @@ def test_refused_pin_with_warnings_as_errors_leaves_nothing() -> None:
     machine = FakeMachine(grants=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(PinWarning):
+        with pytest.raises(PinWarning) as caught:
             made(1 << 20, machine)
+    assert caught.tb is not None  # and so the arena itself is alive still
     assert machine.registered == {}
     assert ledger.total(owner="test arena") == 0
 

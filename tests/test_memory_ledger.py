@@ -28,6 +28,8 @@ def test_what_is_given_back_is_forgotten() -> None:
     assert ledger.rows() == [("pinned", "a", 6)]
     ledger.remove("pinned", "a", 6)
     assert ledger.rows() == []
+    ledger.add("pinned", "a", 0)
+    assert ledger.rows() == []
     ledger.add("pinned", "a", 3)
     ledger.reset()
     assert ledger.total() == 0

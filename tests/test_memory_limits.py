@@ -52,6 +52,47 @@ def test_v1_limit_of_the_innermost_group(tmp_path: Path) -> None:
     assert cgroup_available_bytes(root) == 3 * GIB
 
 
+@pytest.mark.parametrize(("inner", "outer"), [(3, 8), (8, 3)])
+def test_the_tightest_level_counts(tmp_path: Path, inner: int, outer: int) -> None:
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/a/b\n",
+            "sys/fs/cgroup/a/b/memory.max": f"{inner * GIB}\n",
+            "sys/fs/cgroup/a/b/memory.current": "0\n",
+            "sys/fs/cgroup/a/memory.max": f"{outer * GIB}\n",
+            "sys/fs/cgroup/a/memory.current": "0\n",
+        },
+    )
+    assert cgroup_available_bytes(root) == 3 * GIB
+
+
+def test_v1_without_a_limit(tmp_path: Path) -> None:
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "77\n",
+        },
+    )
+    assert cgroup_available_bytes(root) is None
+
+
+def test_a_path_out_of_the_namespace_is_not_followed(tmp_path: Path) -> None:
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/../other\n",
+            "sys/fs/other/memory.max": "1\n",
+            "sys/fs/other/memory.current": "0\n",
+            "sys/fs/cgroup/memory.max": f"{4 * GIB}\n",
+            "sys/fs/cgroup/memory.current": f"{GIB}\n",
+        },
+    )
+    assert cgroup_available_bytes(root) == 3 * GIB
+
+
 def test_host_path_seen_from_a_container_falls_back_to_the_mount(tmp_path: Path) -> None:
     root = write(
         tmp_path,

@@ -335,7 +335,7 @@ def test_views_and_metadata_access_nothing(machine: VirtualMachine) -> None:
 
 
 def test_free_with_work_in_flight(machine: VirtualMachine) -> None:
-    buffer, host = machine.empty((4,), torch.float32), torch.zeros(4)
+    buffer, host = machine.empty((4,), torch.float32).fill_(1), torch.zeros(4)
     register(machine, host)
     after(machine, machine.current_stream(), machine.d2h[0])
     machine.copy(host, buffer, stream=machine.d2h[0])
@@ -347,6 +347,7 @@ def test_free_with_work_in_flight(machine: VirtualMachine) -> None:
     machine.free(buffer)
     with pytest.raises(OrderingError, match=r"after its memory was given back with free\(\)"):
         buffer.add_(1)
+    assert host.tolist() == [1] * 4
     machine.unregister_host(host.data_ptr())
     assert host.view(torch.int32).tolist() == [-1] * 4
 

@@ -128,15 +128,14 @@ def _streamed(machine: Machine) -> str:
     runs = 0
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for amsgrad in (False, True):
-            expected = programs.synthetic(
-                "cpu", {}, machine="cpu", dtype=dtype, amsgrad=amsgrad
-            )
-            for config in (
+            expected = programs.synthetic("cpu", {}, machine="cpu", dtype=dtype, amsgrad=amsgrad)
+            configs: tuple[dict[str, Any], ...] = (
                 {"bucket_bytes": 16384, "staging_buffers": 2},
                 {"bucket_bytes": 1 << 20},
                 {"memory_kind": "device"},
                 {"bucket_bytes": 65536, "step_device": "cpu"},
-            ):
+            )
+            for config in configs:
                 found = programs.synthetic(
                     machine.device, config, machine=machine, dtype=dtype, amsgrad=amsgrad
                 )
@@ -171,7 +170,7 @@ def _delayed(seeds: int) -> str:
     expected = programs.synthetic("cpu", {}, machine="cpu")
     for seed in range(seeds):
         machine = _DelayedMachine("cuda", seed)
-        config = {"bucket_bytes": 32768, "staging_buffers": 2 + seed % 3}
+        config: dict[str, Any] = {"bucket_bytes": 32768, "staging_buffers": 2 + seed % 3}
         config |= {"step_device": STEP_DEVICES[seed % 5 == 4]}
         found = programs.synthetic(machine.device, config, machine=machine)
         if not programs.same_bits(found, expected):

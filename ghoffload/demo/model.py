@@ -24,7 +24,8 @@ class Norm(nn.RMSNorm):
     """RMSNorm whose weight may be narrower than what it computes in."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        weight = self.weight.to(x.dtype)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 class Block(nn.Module):
@@ -43,9 +44,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        y = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + y
 
 
 class GPT(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ghoffload
 
@@ -71,10 +71,10 @@ class InHbm:
     def held(self) -> list[Held]:
         """Where the bytes are, while the gradients are there."""
         state = self.optimizer.state.values()
-        tensors = {
-            "weights": self.weights,
+        tensors: dict[str, list[Tensor]] = {
+            "weights": [*self.weights],
             "gradients": [w.grad for w in self.weights if w.grad is not None],
-            "master": self.masters,
+            "master": [*self.masters],
             "exp_avg": [entries["exp_avg"] for entries in state],
             "exp_avg_sq": [entries["exp_avg_sq"] for entries in state],
             "step counters": [entries["step"] for entries in state],

@@ -107,7 +107,6 @@ def train(
     preset: Preset,
     text: Text,
     *,
-    steps: int,
     seed: int,
     interrupt: Interrupt,
     on_step: OnStep,
@@ -118,10 +117,10 @@ def train(
     """
     result = Result(kind.name)
     try:
-        _train(kind, place, preset, text, result, steps, seed, interrupt, on_step)
+        _train(kind, place, preset, text, result, seed, interrupt, on_step)
     except torch.OutOfMemoryError as error:
         result.stopped = f"out of memory: {str(error).splitlines()[0]}"
-    if result.stopped is None and len(result.losses) < steps:
+    if result.stopped is None and len(result.losses) < preset.steps:
         result.stopped = "interrupted"
     gc.collect()
     if not place.simulated:
@@ -135,11 +134,11 @@ def _train(
     preset: Preset,
     text: Text,
     result: Result,
-    steps: int,
     seed: int,
     interrupt: Interrupt,
     on_step: OnStep,
 ) -> None:
+    steps = preset.steps
     with place.enter(preset) as meter:
         model = build(place, preset, seed)
         result.parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -89,7 +89,7 @@ def prepare(
     cuda.launch(
         "adamw",
         f"adam_prepare_{size}",
-        steps.device.index,
+        cuda.device_index(steps),
         blocks=-(-len(indices) // _THREADS),
         threads=_THREADS,
         parameters=(hyper, padded),
@@ -135,7 +135,7 @@ def update(
     cuda.launch(
         "adamw",
         f"adam_update_{size}{variant}",
-        scalars.device.index,
+        cuda.device_index(scalars),
         blocks=int(chunks.sum()),
         threads=_THREADS,
         parameters=(parameter,),

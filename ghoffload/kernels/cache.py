@@ -2,7 +2,8 @@
 
 In order: ``GHOFFLOAD_CACHE_DIR``, the user's cache directory, a private directory under the
 temporary one. None of them being writable is not an error: everything is then compiled anew in each
-process. Compiled code is code, so a directory that another user could write to is not used.
+process. Compiled code is code, so a directory that another user could write to is used only where
+the variable names it.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ def _candidates() -> Iterator[Path]:
 
 
 def _usable(directory: Path) -> bool:
-    """Make the directory if need be; whether it is ours alone and takes files."""
+    """Make the directory if need be; whether it takes files and is ours alone, or was asked for."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if hasattr(os, "getuid"):
+        if hasattr(os, "getuid") and str(directory) != os.environ.get(ENVIRONMENT_VARIABLE):
             status = directory.stat()
             if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 return False

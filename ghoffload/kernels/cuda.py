@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from ghoffload.errors import KernelBuildError
 from ghoffload.kernels import build
@@ -56,6 +58,11 @@ def launch(
             f"launch of {kernel} on cuda:{device} ({blocks} blocks) failed: "
             f"{_describe(driver, status)}"
         )
+
+
+def device_index(tensor: Tensor) -> int:
+    """The CUDA device a launch on ``tensor`` runs on; the current one for pinned host memory."""
+    return tensor.get_device() if tensor.is_cuda else torch.cuda.current_device()
 
 
 def preload(device: int, sources: Sequence[str] = ("adamw", "pack")) -> None:

@@ -1,9 +1,9 @@
 """The csrc gate: what the CUDA kernels compile to, checked without a GPU.
 
-``python -m ghoffload.kernels.gate`` compiles every ``csrc/*.cu`` for Hopper, disassembles it, and holds
-it against ``csrc/manifest.json``: for each kernel the most registers, the opcodes it must have and
-those it must not have. No kernel may use a stack, local memory (LDL, STL) or generic loads and stores
-(the compiler lost track of where a pointer points). Exit code 1 with one line for each finding.
+``python -m ghoffload.kernels.gate`` compiles every ``csrc/*.cu`` for Hopper, disassembles it, and
+holds it against ``csrc/manifest.json``: for each kernel the most registers, the opcodes it must
+have and those it must not have. No kernel may use a stack, local memory (LDL, STL) or generic loads
+and stores (the compiler lost track of where a pointer points). Exit code 1, one line a finding.
 
 Needs NVRTC, cuobjdump and nvdisasm (wheels nvidia-cuda-nvrtc, nvidia-cuda-cuobjdump,
 nvidia-cuda-nvdisasm, or a CUDA toolkit on PATH).
@@ -53,10 +53,11 @@ def check(directory: Path) -> list[str]:
         KernelBuildError: a source does not compile, or a tool is missing.
     """
     manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
-    findings = []
     sources = sorted(directory.glob("*.cu"))
-    for name in sorted(set(manifest) - {source.stem for source in sources}):
-        findings.append(f"manifest.json lists {name}, and there is no {name}.cu")
+    findings = [
+        f"manifest.json lists {name}, and there is no {name}.cu"
+        for name in sorted(set(manifest) - {source.stem for source in sources})
+    ]
     for source in sources:
         cubin = build.compile_source(source.read_bytes(), source.name, ARCHITECTURE)
         findings += [
@@ -87,9 +88,11 @@ def compare(
             )
         if kernel.stack:
             findings.append(f"{source}: {name} expects no stack, got {kernel.stack} bytes")
-        for wanted in limits[name].get("require", ()):
-            if not any(_matches(opcode, wanted) for opcode in kernel.opcodes):
-                findings.append(f"{source}: {name} expects {wanted}, and has none")
+        findings += [
+            f"{source}: {name} expects {wanted}, and has none"
+            for wanted in limits[name].get("require", ())
+            if not any(_matches(opcode, wanted) for opcode in kernel.opcodes)
+        ]
         for unwanted in (*_FORBIDDEN, *limits[name].get("forbid", ())):
             found = sorted(opcode for opcode in kernel.opcodes if _matches(opcode, unwanted))
             if found:
@@ -119,7 +122,7 @@ def inspect(cubin: bytes) -> dict[str, Compiled]:
         if (begin := re.search(r"Function : (\S+)", line)) is not None:
             name = begin[1]
             opcodes[name] = set()
-        elif (instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\S*)", line)):
+        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\S*)", line):
             opcodes[name].add(instruction[1].rstrip(";"))
     resources = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+)", usage)
     if set(opcodes) != {found[0] for found in resources} or not opcodes:

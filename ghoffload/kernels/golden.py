@@ -1,12 +1,12 @@
 """Golden hashes: every kernel on fixed inputs, as sha256 of what it wrote.
 
 The inputs come from integer hashing, so they are the same everywhere: ordinary numbers, zeros,
-subnormals, infinities, NaNs with and without payload; several pieces, misaligned starts, tails, pieces
-of 0, 1 and 7 elements, more than one block; several steps, one of them skipped, one cut differently.
-``golden.json`` beside this file has the hashes; CPU and GPU must both give them.
+subnormals, infinities, NaNs with and without payload; several pieces, misaligned starts, tails,
+pieces of 0, 1 and 7 elements, more than one block; several steps, one of them skipped, one cut
+differently. ``golden.json`` beside this file has the hashes; CPU and GPU must both give them.
 
-``python -m ghoffload.kernels.golden`` compares the CPU (``--device cuda``: the GPU) and exits with 1
-at a difference; ``--write`` records anew, after a deliberate change of the formula.
+``python -m ghoffload.kernels.golden`` compares the CPU (``--device cuda``: the GPU) and exits with
+1 at a difference; ``--write`` records anew, after a deliberate change of the formula.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -47,10 +48,10 @@ _SPECIALS32 = (
     0x477FF000, 0x387FE000, 0x1E3CE508,
 )  # fmt: skip
 _SPECIALS16 = {
-    torch.bfloat16: (0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1,
-                     0x7F81, 0x3F80, 0xBF80),
-    torch.float16: (0, 0x8000, 1, 0x8001, 0x3FF, 0x400, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0xFE01,
-                    0x7C01, 0x3C00, 0xBC00),
+    torch.bfloat16: (0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0,
+                     0xFFC1, 0x7F81, 0x3F80, 0xBF80),
+    torch.float16: (0, 0x8000, 1, 0x8001, 0x3FF, 0x400, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00,
+                    0xFE01, 0x7C01, 0x3C00, 0xBC00),
 }  # fmt: skip
 
 
@@ -86,7 +87,9 @@ def _hash(count: int, salt: int) -> npt.NDArray[np.uint32]:
     return x ^ (x >> np.uint32(16))
 
 
-def _tensor(count: int, salt: int, dtype: torch.dtype, every: int, positive: bool = False) -> Tensor:
+def _tensor(
+    count: int, salt: int, dtype: torch.dtype, every: int, positive: bool = False
+) -> Tensor:
     """Numbers of size 2^-15 ... 2, every ``every``-th of them a special value."""
     h = _hash(count, salt)
     sign = np.uint32(0) if positive else h >> np.uint32(31)
@@ -94,7 +97,7 @@ def _tensor(count: int, salt: int, dtype: torch.dtype, every: int, positive: boo
     special = np.arange(count) % every == salt % every
     order = _hash(count, salt + 1000)
     if dtype == torch.float16:
-        bits = sign << np.uint32(15) | (exponent + np.uint32(0)) << np.uint32(10)
+        bits = sign << np.uint32(15) | exponent << np.uint32(10)
         bits |= h & np.uint32(0x3FF)
     else:
         bits = sign << np.uint32(31) | (exponent + np.uint32(112)) << np.uint32(23)
@@ -279,11 +282,11 @@ def run(
     """
     there = _Place(target, place)
     cases: dict[str, Callable[[], str]] = {
-        case.name: (lambda case=case: _run_adam(case, there)) for case in _cases()
+        case.name: partial(_run_adam, case, there) for case in _cases()
     }
-    cases["prepare many"] = lambda: _run_prepare_many(there)
+    cases["prepare many"] = partial(_run_prepare_many, there)
     for dtype, name in _NAMES.items():
-        cases[f"pack {name}"] = lambda dtype=dtype: _run_pack(dtype, there)  # type: ignore[misc]
+        cases[f"pack {name}"] = partial(_run_pack, dtype, there)
     return {name: cases[name]() for name in (names() if only is None else only)}
 
 

@@ -60,7 +60,7 @@ def copy(
     cuda.launch(
         "pack",
         f"copy_pieces_{size}",
-        packed.device.index,
+        cuda.device_index(packed),
         blocks=int(chunks.sum()),
         threads=_THREADS,
         parameters=(parameter,),

@@ -95,7 +95,7 @@ class Checker:
             OrderingError: the memory could be handed out again while an operation still uses it.
         """
         other = self._in_use(region)
-        if other is not None and not region.freed:
+        if other is not None:
             raise self.report(
                 f"a tensor of {_form(other)} was freed while {self._who(other)}, which "
                 f"{_verb(other)} it, may still be running: the allocator would hand its memory out "

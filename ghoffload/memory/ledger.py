@@ -28,6 +28,8 @@ class Ledger:
         """Note that ``owner`` now holds ``nbytes`` more bytes of memory kind ``kind``."""
         if nbytes < 0:
             raise ValueError(f"nbytes expects 0 or more, got {nbytes}")
+        if nbytes == 0:
+            return
         with self._lock:
             self._held[kind, owner] = self._held.get((kind, owner), 0) + nbytes
 
@@ -64,7 +66,7 @@ class Ledger:
         """What is held, sorted by kind and owner; rows of 0 bytes are left out."""
         with self._lock:
             held = sorted(self._held.items())
-        return [LedgerRow(kind, owner, nbytes) for (kind, owner), nbytes in held if nbytes]
+        return [LedgerRow(kind, owner, nbytes) for (kind, owner), nbytes in held]
 
     def reset(self) -> None:
         """Forget everything. For tests, when nothing that was added is still alive."""

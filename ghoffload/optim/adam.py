@@ -136,6 +136,8 @@ class OffloadAdam(Optimizer):
         if type(inner) not in kinds:
             expected = " or ".join(f"torch.optim.{kind.__name__}" for kind in kinds)
             raise TypeError(f"{self._title} wraps {expected}, got {type(inner).__name__}")
+        if hasattr(inner.step, "_taken_by"):
+            raise ValueError(f"this optimizer was wrapped before, by an {inner.step._taken_by}")
         if given:
             raise ValueError(
                 f"{', '.join(given)} beside a wrapped optimizer: its own hyperparameters are "
@@ -164,8 +166,8 @@ class OffloadAdam(Optimizer):
             raise
         inner.state.clear()
         self._inner = inner
-        inner.step = _taken("step", self._title)  # type: ignore[method-assign]
-        inner.add_param_group = _taken("add_param_group", self._title)  # type: ignore[method-assign]
+        for name in ("step", "add_param_group", "state_dict", "load_state_dict"):
+            setattr(inner, name, _taken(name, self._title))
 
     def _open(self) -> None:
         """Choose the machine, plan every trainable parameter, reserve memory."""
@@ -218,11 +220,10 @@ class OffloadAdam(Optimizer):
     def state(self, value: Mapping[Any, Any]) -> None:
         if self._engine is None:
             return
-        new = dict(value)
-        self._plan([p for p in new if isinstance(p, Tensor)])
-        self._state.clear()
-        for parameter, entries in new.items():
-            self._state[parameter] = entries
+        self._check_whole()
+        mine = {p for group in self.param_groups for p in group["params"]}
+        self._plan([p for p in value if p in mine])
+        self._state.replace(value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch; reserves the memory of its state now."""
@@ -231,10 +232,10 @@ class OffloadAdam(Optimizer):
             return
         engine = self._open_engine
         count = len(self.param_groups)
-        param_group = dict(param_group)
-        super().add_param_group(param_group)
-        group = self.param_groups[count]
+        given = dict(param_group) if isinstance(param_group, dict) else {}
         try:
+            super().add_param_group(param_group)
+            group = self.param_groups[count]
             check_options(self._title, group)
             group["betas"] = _scalars(group["betas"])
             check_parameters(self._title, group["params"])
@@ -248,10 +249,13 @@ class OffloadAdam(Optimizer):
                     )
             self._plan([p for p in group["params"] if p.requires_grad])
         except BaseException:
-            del self.param_groups[count]
+            del self.param_groups[count:]
+            if isinstance(param_group, dict):  # torch has filled it with defaults
+                param_group.clear()
+                param_group.update(given)
             raise
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient; returns with the work in flight.
 
         Args:
@@ -363,11 +367,8 @@ class OffloadAdam(Optimizer):
         ids = checkpoint.parameters_of(self.param_groups, state_dict)
         self._plan([ids[index] for index, values in state_dict["state"].items() if values])
         entries, options = checkpoint.check(engine, self.param_groups, state_dict)
-        engine.drain()
         engine.interrupted = "while a state dict was being loaded"
-        for section in engine.sections:
-            for index, parameter in enumerate(section.parameters):
-                checkpoint.load(section, index, entries.get(parameter, {}))
+        self._state.replace(entries)
         for group, new in zip(self.param_groups, options, strict=True):
             group.update(new)
             for name, value in _NEW_GROUP_DEFAULTS.items():
@@ -461,6 +462,8 @@ def _taken(name: str, title: str) -> Callable[..., NoReturn]:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(f"this optimizer was wrapped: call {name}() of the {title} around it")
 
+    refuse._taken_by = title  # type: ignore[attr-defined]
+    refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look for it
     return refuse
 
 

@@ -29,9 +29,8 @@ class ParameterSpec:
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        names = (MASTER,) if self.master else ()
-        names += (EXP_AVG, EXP_AVG_SQ)
-        return names + ((MAX_EXP_AVG_SQ,) if self.amsgrad else ())
+        master = (MASTER,) if self.master else ()
+        return (*master, EXP_AVG, EXP_AVG_SQ, *((MAX_EXP_AVG_SQ,) if self.amsgrad else ()))
 
     @property
     def state_bytes(self) -> int:

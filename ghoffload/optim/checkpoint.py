@@ -15,10 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ghoffload.optim.buckets import MASTER
 from ghoffload.optim.engine import Engine
-from ghoffload.optim.section import Section
-from ghoffload.optim.state import assign, check_entry
+from ghoffload.optim.state import check_entries
 
 NATIVE_KEY = "ghoffload"
 NATIVE_VERSION = 1
@@ -97,8 +95,8 @@ def check(
                 f"state dict has an entry for parameter {index!r}, which is in none of its groups"
             )
         home = engine.find(ids[index])
-        if values and home is not None:
-            _check_entries(home[0], home[1], values, index)
+        if home is not None:
+            check_entries(*home, values, f"parameter {index!r}")
         entries[ids[index]] = values
     return entries, [
         {key: deepcopy(value) for key, value in group.items() if key != "params"} for group in saved
@@ -114,29 +112,3 @@ def parameters_of(
         for mine, theirs in zip(param_groups, state_dict["param_groups"], strict=True)
         for index, parameter in zip(theirs["params"], mine["params"], strict=True)
     }
-
-
-def _check_entries(section: Section, index: int, values: Mapping[Any, Any], name: Any) -> None:
-    targets = section.entries(index)
-    missing = [key for key in targets if key not in values and key != MASTER]
-    if missing and any(key in values for key in targets):
-        raise ValueError(
-            f"state of parameter {name!r} expects {', '.join(map(repr, targets))}; "
-            f"{', '.join(map(repr, missing))} is missing"
-        )
-    for key, target in targets.items():
-        if key in values:
-            check_entry(target, values[key], f"state {key!r} of parameter {name!r}")
-
-
-def load(section: Section, index: int, values: Mapping[Any, Any]) -> None:
-    """Set one parameter's state from checked ``values``; without any it is as never stepped.
-
-    A missing master becomes zero, so the weight that is there is taken as master at the next step.
-    """
-    section.reset(index)
-    targets = section.entries(index)
-    known = {key: value for key, value in values.items() if key in targets}
-    assign({key: targets[key] for key in known}, known, what="state")
-    section.started[index] = bool(known)
-    section.extras[index] = {key: v for key, v in values.items() if key not in targets}

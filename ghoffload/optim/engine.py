@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -165,7 +166,7 @@ class Engine:
 
     def _hyper(self, hyper: Hyper) -> Hyper:
         """Tensor hyperparameters where the step can read them."""
-        values = {
+        values: dict[str, Any] = {
             name: self._stepper.host_value(value)
             for name in ("lr", "beta1", "beta2")
             if isinstance(value := getattr(hyper, name), Tensor) and value.device.type != "cpu"

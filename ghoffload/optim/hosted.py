@@ -91,9 +91,10 @@ class _Packed:
     def table(self, which: str) -> PieceTable:
         """Byte pieces for pack and unpack."""
         job = self.job
-        tensors, offsets = (
-            (job.weights, self.weight_offsets) if which == "weights" else (job.grads, self.grad_offsets)
-        )
+        if which == "weights":
+            tensors, offsets = job.weights, self.weight_offsets
+        else:
+            tensors, offsets = job.grads, self.grad_offsets
         pieces = []
         for k, (index, tensor) in enumerate(zip(job.active, tensors, strict=True)):
             piece, size = job.bucket.plan.pieces[index], tensor.element_size()
@@ -149,9 +150,11 @@ class HostStep:
         """Make packed buffers that hold any bucket's weights and gradients."""
         widest = 0
         for bucket in buckets:
-            sizes = [bucket.section.parameters[p.parameter].element_size() for p in bucket.plan.pieces]
-            counts = [p.count for p in bucket.plan.pieces]
-            padded = (2 * (c * s + PACK_ALIGNMENT) for c, s in zip(counts, sizes, strict=True))
+            parameters = bucket.section.parameters
+            padded = (
+                2 * (piece.count * parameters[piece.parameter].element_size() + PACK_ALIGNMENT)
+                for piece in bucket.plan.pieces
+            )
             widest = max(widest, sum(padded))
         self._ensure(widest)
 
@@ -197,7 +200,8 @@ class HostStep:
         buffer = self._staging.buffers[slot]
         for which, tensors in (("weights", packed.job.weights), ("grads", packed.job.grads)):
             sources = [_bytes(tensor) for tensor in tensors]
-            machine.launch(pack(packed.table(which), sources=sources, packed=buffer), stream=compute)
+            launch = pack(packed.table(which), sources=sources, packed=buffer)
+            machine.launch(launch, stream=compute)
         nbytes = packed.total_bytes
         chunks = chunked([(self._host[slot][:nbytes], buffer[:nbytes])])
         self._offload.copy(chunks, after=compute, done=self._staging.drained[slot])

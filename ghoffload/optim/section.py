@@ -21,6 +21,7 @@ from ghoffload.optim.buckets import MASTER, Bucket, ParameterSpec, Space
 from ghoffload.optim.layout import Layout
 
 ARENA_ALIGNMENT = 256
+STEP = "step"
 
 
 @dataclass(slots=True)
@@ -181,7 +182,7 @@ class Section:
         It is memory of its own extent (saving it writes its bytes alone). On the host it shows the
         new values once pending write-back is complete.
         """
-        if name == "step":
+        if name == STEP:
             return self.steps[index]
         key = (index, name)
         if key not in self._views:
@@ -201,7 +202,16 @@ class Section:
         names = [name for name in self.specs[index].arrays if name != MASTER]
         if self.specs[index].master:
             names.append(MASTER)
-        return {"step": self.entry(index, "step")} | {n: self.entry(index, n) for n in names}
+        return {STEP: self.entry(index, STEP)} | {n: self.entry(index, n) for n in names}
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is that of a state array."""
+        address = tensor.data_ptr()
+        arrays = (array for space in self.spaces for array in space.arrays.values())
+        return any(
+            array.data_ptr() <= address < array.data_ptr() + array.numel() * array.element_size()
+            for array in arrays
+        )
 
     def reset(self, index: int) -> None:
         """Forget a parameter's state, as before its first step. Pending work must be complete."""

@@ -8,18 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ghoffload.optim.buckets import MASTER
 from ghoffload.optim.engine import Engine
-from ghoffload.optim.section import Section
+from ghoffload.optim.section import STEP, Section
+
+MOST_STEPS = 2**24
+"""Above it an fp32 counter no longer advances."""
 
 
 class ParameterState(dict[Any, Any]):
     """One parameter's state entries. The tensors are live; assigning one copies it in."""
 
     def __init__(self, section: Section, index: int) -> None:
-        entries: dict[Any, Any] = {}
-        if section.started[index]:
-            entries = {**section.entries(index), **section.extras[index]}
-        super().__init__(entries)
+        entries = section.entries(index) if section.started[index] else {}
+        super().__init__({**entries, **section.extras[index]})
         self._section, self._index = section, index
 
     def __setitem__(self, name: Any, value: Any) -> None:
@@ -28,7 +30,7 @@ class ParameterState(dict[Any, Any]):
         if name not in known:
             section.extras[index][name] = value
         else:
-            assign({name: known[name]}, {name: value}, what=f"state entry {name!r}")
+            _copy(known[name], check_entry(name, known[name], value, f"state entry {name!r}"))
             value = known[name]
             if not section.started[index]:
                 section.started[index] = True
@@ -46,10 +48,31 @@ class ParameterState(dict[Any, Any]):
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
 
+    def __ior__(self, other: Any) -> ParameterState:  # type: ignore[misc]
+        self.update(other)
+        return self
+
     def setdefault(self, name: Any, default: Any = None) -> Any:
         if name not in self:
             self[name] = default
         return self[name]
+
+    def pop(self, name: Any, *default: Any) -> Any:
+        if name not in self:
+            return super().pop(name, *default)
+        value = self[name]
+        if isinstance(value, Tensor):
+            value = value.clone()  # deleting sets the live one to zero
+        del self[name]
+        return value
+
+    def popitem(self) -> tuple[Any, Any]:
+        name = next(reversed(self), None)
+        return super().popitem() if name is None else (name, self.pop(name))
+
+    def clear(self) -> None:
+        super().clear()
+        self._section.reset(self._index)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (dict, (dict(self),))
@@ -83,15 +106,34 @@ class OffloadState(MutableMapping[Any, Any]):
         if home is None:
             raise KeyError("expected a parameter of this optimizer that has been stepped")
         self._engine.drain()
-        section, index = home
-        if not entries:
-            section.reset(index)
-            return
-        known = section.entries(index)
-        values = {name: value for name, value in entries.items() if name in known}
-        assign({name: known[name] for name in values}, values, what="state")
-        section.started[index] = True
-        section.extras[index] = {n: v for n, v in entries.items() if n not in known}
+        _replace(*home, check_entries(*home, entries, "this parameter"))
+
+    def replace(self, new: Mapping[Any, Mapping[Any, Any]]) -> None:
+        """Make ``new`` the whole state: parameters that are not in it have none.
+
+        Raises:
+            KeyError, TypeError, ValueError: it does not fit. Nothing was changed.
+        """
+        checked = {}
+        for number, (parameter, entries) in enumerate(new.items()):
+            home = self._engine.find(parameter)
+            if home is None:
+                raise KeyError(f"expected parameters of this optimizer, entry {number} is of none")
+            checked[home] = check_entries(*home, entries, f"parameter {number}")
+        self._engine.drain()
+        homes = [(s, i) for s in self._engine.sections for i in range(len(s.parameters))]
+        # Live memory of one entry that is to become another's is copied before it is overwritten.
+        for home, entries in checked.items():
+            mine = {tensor.data_ptr() for tensor in home[0].entries(home[1]).values()}
+            for name, value in entries.items():
+                if (
+                    isinstance(value, Tensor)
+                    and value.data_ptr() not in mine
+                    and any(section.owns(value) for section in self._engine.sections)
+                ):
+                    entries[name] = value.clone()
+        for home in homes:
+            _replace(*home, checked.get(home, {}))
 
     def __delitem__(self, parameter: Any) -> None:
         if parameter not in self:
@@ -111,40 +153,74 @@ class OffloadState(MutableMapping[Any, Any]):
         return sum(1 for _ in self._started())
 
     def get(self, parameter: Any, default: Any = None) -> Any:
-        return self[parameter] if parameter in self else default
+        # Reading a parameter without entries gives an empty dict, so the base class's get would.
+        return self[parameter] if parameter in self else default  # noqa: SIM401
 
     def __repr__(self) -> str:
         return repr({parameter: dict(self[parameter]) for parameter in self})
 
 
-def check_entry(target: Tensor, value: Any, what: str) -> Tensor:
+def check_entries(
+    section: Section, index: int, entries: Mapping[Any, Any], who: str
+) -> dict[Any, Any]:
+    """What would become a parameter's state, without changing anything.
+
+    A ``master`` may be missing (the weight then counts), and is dropped where there is none.
+
+    Raises:
+        TypeError, ValueError: entries are missing or one does not fit.
+    """
+    if not isinstance(entries, Mapping):
+        raise TypeError(f"state of {who} expects a dict, got {type(entries).__name__}")
+    targets = section.entries(index)
+    missing = [name for name in targets if name not in entries and name != MASTER]
+    if missing and any(name in entries for name in targets):
+        raise ValueError(
+            f"state of {who} expects {', '.join(map(repr, targets))}; "
+            f"{', '.join(map(repr, missing))} is missing"
+        )
+    checked = {name: value for name, value in entries.items() if name != MASTER}
+    for name, target in targets.items():
+        if name in entries:
+            checked[name] = check_entry(name, target, entries[name], f"state {name!r} of {who}")
+    return checked
+
+
+def check_entry(name: Any, target: Tensor, value: Any, what: str) -> Tensor:
     """The tensor that would be copied into ``target``, without changing anything.
 
     Raises:
-        TypeError, ValueError: it is no tensor, has another shape, or would lose precision.
+        TypeError, ValueError: it is no tensor, has another shape, would lose precision, or is no
+            number of steps.
     """
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and target.dim() == 0:
-        value = torch.tensor(float(value))
+    if name == STEP and isinstance(value, (int, float)):
+        value = torch.tensor(value, dtype=torch.float64)
     if not isinstance(value, Tensor):
         raise TypeError(f"{what} expects a tensor, got {type(value).__name__}")
     if value.shape != target.shape and not value.numel() == target.numel() == 1:
         raise ValueError(f"{what} expects shape {tuple(target.shape)}, got {tuple(value.shape)}")
-    exact = value.dtype in (target.dtype, torch.bfloat16, torch.float16)
-    if target.dim() == 0 and not exact:  # step counters are whole numbers in any dtype
+    if name == STEP:
         number = float(value)
-        exact = number.is_integer() and 0 <= number <= 2**24
-    if not exact:
+        if not (number.is_integer() and 0 <= number <= MOST_STEPS):
+            raise ValueError(f"{what} expects a whole number up to {MOST_STEPS}, got {number}")
+    elif value.dtype not in (target.dtype, torch.bfloat16, torch.float16):
         raise ValueError(f"{what} expects {target.dtype} or a narrower float, got {value.dtype}")
     return value
 
 
 @torch.no_grad()
-def assign(targets: Mapping[Any, Tensor], values: Mapping[Any, Any], *, what: str) -> None:
-    """Copy ``values`` into the live ``targets`` of the same names, checked before the first copy."""
-    checked = {
-        name: check_entry(targets[name], value, f"{what} {name!r}" if what == "state" else what)
-        for name, value in values.items()
-    }
-    for name, value in checked.items():
-        if value is not targets[name]:
-            targets[name].copy_(value.reshape(targets[name].shape))
+def _copy(target: Tensor, value: Tensor) -> None:
+    if value.data_ptr() != target.data_ptr() or value.stride() != target.stride():
+        target.copy_(value.reshape(target.shape))
+
+
+def _replace(section: Section, index: int, entries: Mapping[Any, Any]) -> None:
+    """Set one parameter's state from checked ``entries``; without any it is as never stepped."""
+    targets = section.entries(index)
+    for name, target in targets.items():
+        if name in entries:
+            _copy(target, entries[name])
+        else:
+            target.zero_()
+    section.started[index] = any(name in entries for name in targets)
+    section.extras[index] = {n: v for n, v in entries.items() if n not in targets}

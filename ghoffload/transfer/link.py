@@ -24,11 +24,13 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 
 def chunked(pairs: Pairs) -> list[tuple[Tensor, Tensor]]:
     """Cut pairs of equally long 1-D tensors into pairs of at most ``CHUNK_BYTES`` each."""
-    chunks = []
+    chunks: list[tuple[Tensor, Tensor]] = []
     for first, second in pairs:
         count = max(CHUNK_BYTES // first.element_size(), 1)
-        for start in range(0, first.numel(), count):
-            chunks.append((first[start : start + count], second[start : start + count]))
+        chunks += [
+            (first[start : start + count], second[start : start + count])
+            for start in range(0, first.numel(), count)
+        ]
     return chunks
 
 
@@ -85,4 +87,3 @@ class WriteBack:
         """Block the host until everything queued so far is in host memory."""
         if self._used:
             self._machine.synchronize(self._last, label=label)
-
