@@ -90,7 +90,8 @@ def raw(tensor: Tensor) -> bytes:
     """The bytes of a tensor's elements in row-major order."""
     if tensor.is_meta:
         return b""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    dense = tensor.detach().cpu().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return dense.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ghoffload.kernels import build, cuda, golden
@@ -61,6 +62,8 @@ static unsigned short f32_to_f16(float x) {
     return sign | ((unsigned)(e + 14) * 1024 + (unsigned)scaled);
 }
 """
+vectors: list[int] = []
+
 ASSEMBLY = {
     r'asm\("cvt\.f32\.f16[^;]*;[^;]*;': "x = f16_to_f32(bits);",
     r'asm\("cvt\.rn\.f16\.f32[^;]*;[^;]*;': "half = f32_to_f16(x);",
@@ -106,21 +109,43 @@ extern "C" void run_{kernel}(void** parameters, unsigned blocks, unsigned thread
     return text
 
 
+def check_alignment(kernel: str, table: np.void) -> None:
+    """Vector accesses only where all that they touch is aligned: x86 would not notice."""
+    if kernel.startswith("adam_update"):
+        pieces = table["piece"][: table["pieces"]]
+        pieces = pieces[pieces["grad_code_and_vector"] & 0x100 != 0]
+        assert all(table[array] % 16 == 0 for array in ("exp_avg", "exp_avg_sq", "master"))
+        assert (pieces["offset"] % 4 == 0).all()
+        assert (pieces["weight"] % np.where(pieces["weight_code"] == 0, 16, 8) == 0).all()
+        assert (
+            pieces["grad"] % np.where(pieces["grad_code_and_vector"] & 3 == 0, 16, 8) == 0
+        ).all()
+        vectors.append(len(pieces))
+    if kernel.startswith("copy_pieces"):
+        pieces = table["piece"][: table["pieces"]]
+        assert ((pieces["source"] | pieces["destination"]) % pieces["width"] == 0).all()
+        vectors.append(int((pieces["width"] == 16).sum()))
+
+
 def test_the_cuda_sources_give_the_golden_hashes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     libraries = {name: compile_for_host(name, tmp_path) for name in ("adamw", "pack")}
     started = set()
+    vectors.clear()
 
     def launch(source, kernel, device, *, blocks, threads, parameters, stream):  # type: ignore[no-untyped-def]
         started.add(kernel)
+        check_alignment(kernel, parameters[0][0])
         addresses = (ctypes.c_void_p * len(parameters))(*(p.ctypes.data for p in parameters))
         getattr(libraries[source], f"run_{kernel}")(addresses, blocks, threads)
 
     monkeypatch.setattr(cuda, "launch", launch)
+    monkeypatch.setattr(cuda, "device_index", lambda tensor: 0)
     monkeypatch.setattr(Launch, "run_on_host", lambda self: self.device(0))
     assert golden.run("cpu") == golden.expected()
     manifest_kernels = re.findall(
         r'"((?:adam|copy)_\w+)"', (build.source_directory() / "manifest.json").read_text()
     )
     assert started == set(manifest_kernels)  # and no kernel was left out
+    assert sum(vectors) > 100

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ghoffload.kernels import golden, pool
+from ghoffload.machine.virtual import VirtualMachine
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -18,6 +19,13 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_the_cpu_gives_the_golden_hashes(threads: int) -> None:
     with pool.threads(threads):
         assert golden.run("cpu") == golden.expected()
+
+
+def test_a_machine_gives_the_golden_hashes(virtual: VirtualMachine) -> None:
+    before = virtual.memory_allocated()
+    only = golden.names()[::11]
+    assert golden.run(virtual, only=only) == {name: golden.expected()[name] for name in only}
+    assert virtual.memory_allocated() == before
 
 
 def test_the_hashes_are_recorded_for_every_case_and_differ() -> None:

@@ -118,16 +118,21 @@ print(threading.active_count(), "numba" in ours, "cuda.bindings.driver" in ours)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_kernels_run_in_a_forked_child_and_then_in_the_parent() -> None:
     text = """
-import os
+import os, threading, time
 from ghoffload.kernels import golden, pool
 pool.set_threads(3)
+def threads():
+    seen = set()
+    pool.run(lambda _: (time.sleep(0.01), seen.add(threading.get_ident())), range(20))
+    return len(seen)
 name = "adam fp32 weight, fp32 gradient"
 expected = golden.expected()[name]
 assert golden.run("cpu", only=[name])[name] == expected
-pool.run(abs, range(100))
+assert threads() == 3
 child = os.fork()
 if child == 0:
-    pool.run(abs, range(100))
+    if threads() != 3:
+        os._exit(4)
     os._exit(0 if golden.run("cpu", only=[name])[name] == expected else 3)
 _, status = os.waitpid(child, 0)
 assert os.waitstatus_to_exitcode(status) == 0, status

@@ -24,25 +24,65 @@ def _option(name: str, value: Any) -> Edit:
 
 
 EDITS: list[tuple[Edit, type[Exception], str]] = [
-    (_set(1, "exp_avg", torch.zeros(7)), ValueError, r"parameter 1 expects shape \(40,\), got \(7,\)"),
-    (_set(0, "exp_avg", torch.zeros(4, 1500)), ValueError, r"expects shape \(1500, 4\), got \(4, 1500\)"),
-    (_set(2, "exp_avg_sq", torch.zeros(3).double()), ValueError, "'exp_avg_sq' of parameter 2 expects torch.float32"),
+    (
+        _set(1, "exp_avg", torch.zeros(7)),
+        ValueError,
+        r"parameter 1 expects shape \(40,\), got \(7,\)",
+    ),
+    (
+        _set(0, "exp_avg", torch.zeros(4, 1500)),
+        ValueError,
+        r"expects shape \(1500, 4\), got \(4, 1500\)",
+    ),
+    (
+        _set(2, "exp_avg_sq", torch.zeros(3).double()),
+        ValueError,
+        "'exp_avg_sq' of parameter 2 expects torch.float32",
+    ),
     (_set(2, "exp_avg_sq", torch.zeros(3).int()), ValueError, "got torch.int32"),
     (_set(2, "exp_avg", 3.0), TypeError, "expects a tensor, got float"),
     (_set(2, "master", torch.zeros(3).double()), ValueError, "'master' of parameter 2"),
     (_set(0, "step", -1.0), ValueError, "'step' of parameter 0 expects a whole number"),
-    (_set(0, "step", torch.tensor(0.5)), ValueError, "'step' of parameter 0 expects a whole number"),
+    (
+        _set(0, "step", torch.tensor(0.5)),
+        ValueError,
+        "'step' of parameter 0 expects a whole number",
+    ),
     (_set(0, "step", "3"), TypeError, "'step' of parameter 0 expects a tensor, got str"),
-    (lambda d: d["state"][1].pop("exp_avg"), ValueError, "parameter 1 expects .*; 'exp_avg' is missing"),
+    (
+        lambda d: d["state"][1].pop("exp_avg"),
+        ValueError,
+        "parameter 1 expects .*; 'exp_avg' is missing",
+    ),
     (lambda d: d["state"][3].pop("max_exp_avg_sq"), ValueError, "'max_exp_avg_sq' is missing"),
     (lambda d: d["state"][0].pop("step"), ValueError, "'step' is missing"),
-    (lambda d: d["state"].__setitem__(2, [1, 2]), TypeError, "state of parameter 2 expects a dict, got list"),
-    (lambda d: d["state"].__setitem__(77, {"step": 1.0}), ValueError, "an entry for parameter 77, which is in none"),
-    (lambda d: d["state"].__setitem__("w", d["state"].pop(0)), ValueError, "an entry for parameter 'w'"),
+    (
+        lambda d: d["state"].__setitem__(2, [1, 2]),
+        TypeError,
+        "state of parameter 2 expects a dict, got list",
+    ),
+    (
+        lambda d: d["state"].__setitem__(77, {"step": 1.0}),
+        ValueError,
+        "an entry for parameter 77, which is in none",
+    ),
+    (
+        lambda d: d["state"].__setitem__("w", d["state"].pop(0)),
+        ValueError,
+        "an entry for parameter 'w'",
+    ),
     (lambda d: d.pop("state"), ValueError, "'state' is missing"),
     (lambda d: d.pop("param_groups"), ValueError, "'param_groups' is missing"),
-    (lambda d: d["param_groups"].pop(), ValueError, "different number of parameter groups: expected 2, got 1"),
-    (lambda d: d["param_groups"][1]["params"].pop(), ValueError, "doesn't match the size of optimizer's group 1"),
+    (
+        lambda d: d["param_groups"].pop(),
+        ValueError,
+        "different number of parameter groups: expected 2, got 1",
+    ),
+    (
+        lambda d: d["param_groups"][1]["params"].pop(),
+        ValueError,
+        "doesn't match the size of optimizer's group 1",
+    ),
     (lambda d: d["param_groups"][0].pop("betas"), ValueError, "group 0 .*'betas' is missing"),
     (_option("amsgrad", False), ValueError, "group 1 expects amsgrad=True.*got amsgrad=False"),
     (_option("differentiable", True), ValueError, "expects differentiable=False, got True"),
@@ -51,7 +91,7 @@ EDITS: list[tuple[Edit, type[Exception], str]] = [
     (_option("weight_decay", None), TypeError, "weight_decay expects a number, got None"),
     (lambda d: d["ghoffload"].__setitem__("version", 99), ValueError, "expects version 1, got 99"),
     (lambda d: d.__setitem__("ghoffload", "yes"), TypeError, "'ghoffload' expects a dict, got str"),
-]  # fmt: skip
+]
 
 
 def _build() -> OffloadAdamW:
@@ -99,7 +139,7 @@ def test_another_optimizers_dict() -> None:
     optimizer = OffloadAdamW(parameters((3,)))
     train(optimizer)
     before = snapshot(optimizer)
-    with pytest.raises(ValueError, match="group 0 .*'betas', 'eps', 'amsgrad' is missing"):
+    with pytest.raises(ValueError, match=r"group 0 .*'betas', 'eps' is missing"):
         optimizer.load_state_dict(sgd.state_dict())
     with pytest.raises(TypeError, match="state dict expects a dict, got NoneType"):
         optimizer.load_state_dict(None)

@@ -290,14 +290,14 @@ def test_everything_is_freed(step_device: str) -> None:
 
 def test_staging_that_does_not_fit_leaves_nothing_behind() -> None:
     torch.cuda.synchronize()
-    parameter = nn.Parameter(torch.zeros(1 << 20, device="cuda", dtype=torch.bfloat16))
+    parameter = nn.Parameter(torch.zeros(1 << 26, device="cuda", dtype=torch.bfloat16))
     host, allocated = ledger.total(), torch.cuda.memory_allocated()
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((allocated + (6 << 20)) / total)
+    torch.cuda.set_per_process_memory_fraction((allocated + (400 << 20)) / total)
     torch.cuda.empty_cache()
     try:
         with pytest.raises(torch.OutOfMemoryError):
-            ghoffload.OffloadAdamW([parameter], config={"bucket_bytes": 6 << 20})
+            ghoffload.OffloadAdamW([parameter], config={"bucket_bytes": 300 << 20})
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     gc.collect()

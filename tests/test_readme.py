@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import configparser
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,21 @@ def test_the_python_snippets_run(
     assert isinstance(optimizer, ghoffload.OffloadAdamW)
     assert optimizer.state_dict()["state"], "no snippet stepped"
     assert capsys.readouterr().out.strip(), "report() printed nothing"
+
+
+def test_the_snippets_as_a_script_end_quietly(tmp_path: Path) -> None:
+    """The last statement is a ``step()``: its write-back is still under way as Python exits."""
+    script = tmp_path / "script.py"
+    script.write_text("\n".join(source for _, source in blocks("python")), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("name", ["demo", "test"])

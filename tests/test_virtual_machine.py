@@ -72,12 +72,14 @@ def streamed(machine: VirtualMachine, steps: int = 3) -> Tensor:
         last = drained[slot]
     assert last is not None
     machine.synchronize(last, label="host waits for the write-back")
-    machine.host_access("reading the result", reads=(arena,))
-    result = arena.numpy().copy()
+    read: list[Tensor] = []
+    machine.run_on_host(
+        launch("reading the result", (arena,), (), lambda reads, _: read.append(reads[0].clone()))
+    )
     for buffer in buffers:
         machine.free(buffer)
     machine.unregister_host(arena.data_ptr())
-    return torch.from_numpy(result)
+    return read[0]
 
 
 EXPECTED = torch.arange(BUCKETS * SIZE, dtype=torch.float32) + 3
@@ -201,13 +203,12 @@ def test_another_current_stream(late: VirtualMachine) -> None:
     del source, source2
 
 
-@pytest.mark.parametrize("use", ["wait", "pace", "synchronize"])
+@pytest.mark.parametrize("use", ["wait", "synchronize"])
 def test_event_never_recorded(use: str) -> None:
     machine = VirtualMachine()
     event = machine.event("phantom")
     calls = {
         "wait": lambda: machine.wait(machine.h2d, event, label="x"),
-        "pace": lambda: machine.pace(machine.h2d, event),
         "synchronize": lambda: machine.synchronize(event, label="x"),
     }
     with pytest.raises(RuntimeError, match="'phantom' was never recorded"):
@@ -264,19 +265,6 @@ def test_views_of_an_arena_may_come_and_go(late: VirtualMachine) -> None:
     assert into.tolist() == [4, 5, 6, 7]
 
 
-def test_pace_orders_execution(late: VirtualMachine) -> None:
-    a, b, c = torch.ones(1), torch.zeros(1), torch.zeros(1)
-    event = late.event("e")
-    late.copy(b, a, stream=late.d2h[0])
-    late.record(event, late.d2h[0])
-    late.pace(late.d2h[1], event)
-    late.copy(c, b, stream=late.d2h[1])
-    done = late.event("done")
-    late.record(done, late.d2h[1])
-    late.synchronize(done, label="done")
-    assert c.item() == 1
-
-
 def test_traffic_is_counted() -> None:
     machine = VirtualMachine()
     hbm = machine.empty((4,), torch.float32)
@@ -285,10 +273,10 @@ def test_traffic_is_counted() -> None:
     machine.copy(hbm, torch.ones(4), stream=machine.current_stream())
     machine.copy(hbm[:0], torch.ones(0), stream=machine.h2d)
     machine.launch(launch("k", (), (hbm,), add_one), stream=machine.h2d)
-    stats = machine.stats
-    assert (stats.h2d_bytes, stats.d2h_bytes, stats.copies, stats.launches) == (16, 8, 3, 1)
-    stats.reset()
-    assert (stats.h2d_bytes, stats.d2h_bytes, stats.copies, stats.launches) == (0, 0, 0, 0)
+    traffic = machine.traffic
+    assert (traffic.h2d_bytes, traffic.d2h_bytes, traffic.copies, traffic.launches) == (16, 8, 3, 1)
+    traffic.reset()
+    assert (traffic.h2d_bytes, traffic.d2h_bytes, traffic.copies, traffic.launches) == (0, 0, 0, 0)
 
 
 def test_kernel_runs_on_leaves_and_its_error_reaches_the_caller() -> None:

@@ -36,8 +36,9 @@ def test_empty_counts_until_it_is_freed_or_dies(small: VirtualMachine) -> None:
     small.free(first)
     assert small.memory_allocated() == MB // 2
     del second
+    third = small.empty((MB,), torch.uint8)
+    del third
     assert small.memory_allocated() == 0
-    small.empty((MB,), torch.uint8)
 
 
 def test_eager_tensors_count_once_while_they_live(small: VirtualMachine) -> None:

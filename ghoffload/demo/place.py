@@ -102,7 +102,7 @@ class Meter:
 
     def traffic(self) -> Traffic:
         """What was moved so far."""
-        stats: Traffic = self.machine.stats
+        stats: Traffic = self.machine.traffic
         return Traffic(stats.h2d_bytes, stats.d2h_bytes, stats.copies, stats.launches)
 
     def watch(self) -> contextlib.AbstractContextManager[object]:

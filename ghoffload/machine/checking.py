@@ -19,7 +19,8 @@ from torch import Tensor
 from ghoffload.errors import OrderingError
 from ghoffload.machine.clocks import HOST, Access, Clock, join, joined
 from ghoffload.machine.virtual_memory import Memory, Region
-from ghoffload.machine.virtual_queue import Queues, VirtualEvent, VirtualStream, extent
+from ghoffload.machine.virtual_queue import Queues, VirtualEvent, VirtualStream
+from ghoffload.machine.virtual_refs import extent
 
 
 class Checker:

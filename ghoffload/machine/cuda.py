@@ -136,10 +136,6 @@ class CudaMachine(Machine):
         ours = _recorded(event, f"{label!r} on stream {stream.name!r}")
         _own_stream(stream).torch_stream.wait_event(ours.torch_event)
 
-    def pace(self, stream: Stream, event: Event) -> None:
-        ours = _recorded(event, f"pacing of stream {stream.name!r}")
-        _own_stream(stream).torch_stream.wait_event(ours.torch_event)
-
     def synchronize(self, event: Event, *, label: str) -> None:
         _recorded(event, f"{label!r} on the host").torch_event.synchronize()
 
@@ -181,7 +177,7 @@ class CudaMachine(Machine):
         index = self.device.index
         for tensor in (*launch.reads, *launch.writes):
             # On coherent machines a wrong pointer is not a fault but a slow or stale read.
-            if tensor.get_device() != index and not self._pinned(tensor):
+            if tensor.numel() and tensor.get_device() != index and not self._pinned(tensor):
                 raise ValueError(
                     f"kernel {launch.name!r} expects tensors on {self.device} or in its pinned "
                     f"host memory, got one of shape {tuple(tensor.shape)} on {tensor.device}"

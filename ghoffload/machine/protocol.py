@@ -17,7 +17,7 @@ Note [ownership]
 
 Note [waits]
     Every wait the runtime's correctness rests on goes through ``wait`` or ``synchronize`` with a
-    ``label`` that names it. Waits that only pace the traffic go through ``pace``.
+    ``label`` that names it.
 """
 
 from __future__ import annotations
@@ -96,10 +96,6 @@ class Machine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def pace(self, stream: Stream, event: Event) -> None:
-        """As ``wait``, but for pacing alone: removing it may change timing, never a value."""
-
-    @abc.abstractmethod
     def synchronize(self, event: Event, *, label: str) -> None:
         """Block the host until ``event`` has happened.
 
@@ -121,6 +117,10 @@ class Machine(abc.ABC):
     @abc.abstractmethod
     def launch(self, launch: Launch, *, stream: Stream) -> None:
         """Queue a kernel."""
+
+    def run_on_host(self, launch: Launch) -> None:
+        """Run a kernel's arithmetic now, in the calling thread, on tensors in host memory."""
+        launch.run_on_host()
 
     @abc.abstractmethod
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:

@@ -26,14 +26,16 @@ from ghoffload.machine.traffic import Traffic
 from ghoffload.machine.virtual_dispatch import EagerMode
 from ghoffload.machine.virtual_memory import Memory, Region
 from ghoffload.machine.virtual_queue import (
-    POISON,
     Operation,
     Order,
     Queues,
-    TensorRef,
     VirtualEvent,
     VirtualStream,
+    own_event,
+    own_stream,
+    recorded,
 )
+from ghoffload.machine.virtual_refs import POISON, TensorRef
 
 
 class VirtualMachine(Machine):
@@ -52,7 +54,7 @@ class VirtualMachine(Machine):
         dropped_waits: labels of waits and synchronizations that are ignored, to prove that each is
             needed.
         labels: how often each label was seen.
-        stats: bytes and operations queued.
+        traffic: bytes and operations queued.
     """
 
     kind: ClassVar[str] = "virtual"
@@ -69,7 +71,7 @@ class VirtualMachine(Machine):
         self.device = torch.device("cpu")
         self.dropped_waits: set[str] = set()
         self.labels: Counter[str] = Counter()
-        self.stats = Traffic()
+        self.traffic = Traffic()
         self._queues = Queues(order, seed)
         self._memory = Memory(hbm_bytes, host_bytes)
         self._checker = Checker(self._queues, self._memory) if check else None
@@ -81,11 +83,6 @@ class VirtualMachine(Machine):
     def __repr__(self) -> str:
         checks = "on" if self._checker else "off"
         return f"<VirtualMachine, order {self._queues.order}, checks {checks}>"
-
-    @property
-    def traffic(self) -> Traffic:
-        """The same as ``stats``."""
-        return self.stats
 
     # -- streams and events
 
@@ -100,7 +97,7 @@ class VirtualMachine(Machine):
     def use_stream(self, stream: Stream) -> Iterator[None]:
         """Make ``stream`` the current one, as ``torch.cuda.stream`` does."""
         outer = self._queues.current
-        self._switch(_own(stream))
+        self._switch(own_stream(stream))
         try:
             yield
         finally:
@@ -111,7 +108,7 @@ class VirtualMachine(Machine):
 
     def record(self, event: Event, stream: Stream) -> None:
         self._enter()
-        event, stream = _recorded_later(event), _own(stream)
+        event, stream = own_event(event), own_stream(stream)
         if self._checker is not None:
             self._checker.record(event, stream)
         event.mark = Operation(f"record {event.name!r}", stream)
@@ -119,8 +116,8 @@ class VirtualMachine(Machine):
 
     def wait(self, stream: Stream, event: Event, *, label: str) -> None:
         self._enter()
-        stream = _own(stream)
-        event = _recorded(event, f"wait {label!r} on stream {stream.name!r}")
+        stream = own_stream(stream)
+        event = recorded(event, f"wait {label!r} on stream {stream.name!r}")
         self.labels[label] += 1
         if label in self.dropped_waits:
             return
@@ -128,15 +125,9 @@ class VirtualMachine(Machine):
             self._checker.wait(stream, event)
         self._queues.add(Operation(f"wait {label!r}", stream, after=event.mark))
 
-    def pace(self, stream: Stream, event: Event) -> None:
-        self._enter()
-        stream = _own(stream)
-        event = _recorded(event, f"pace on stream {stream.name!r}")
-        self._queues.add(Operation("pace", stream, after=event.mark))  # clocks stay apart: see wait
-
     def synchronize(self, event: Event, *, label: str) -> None:
         self._enter()
-        event = _recorded(event, f"synchronize {label!r}")
+        event = recorded(event, f"synchronize {label!r}")
         self.labels[label] += 1
         if label in self.dropped_waits:
             return
@@ -160,7 +151,7 @@ class VirtualMachine(Machine):
 
     def copy(self, destination: Tensor, source: Tensor, *, stream: Stream) -> None:
         self._enter()
-        stream = _own(stream)
+        stream = own_stream(stream)
         nbytes = destination.numel() * destination.element_size()
         source_bytes = source.numel() * source.element_size()
         if nbytes != source_bytes:
@@ -176,9 +167,9 @@ class VirtualMachine(Machine):
         if all(self._memory.arena_at(t.data_ptr()) for t in (destination, source)):
             raise ValueError("copy expects one side in HBM, got two tensors in host arenas")
         self._check("copy", stream, (source,), (destination,))
-        self.stats.copies += 1
-        self.stats.h2d_bytes += nbytes if stream is self.h2d else 0
-        self.stats.d2h_bytes += nbytes if stream in self.d2h else 0
+        self.traffic.copies += 1
+        self.traffic.h2d_bytes += nbytes if stream is self.h2d else 0
+        self.traffic.d2h_bytes += nbytes if stream in self.d2h else 0
         name = f"copy on {stream.name}"
         into, out_of = self._refs(stream, (destination, source))
 
@@ -187,21 +178,21 @@ class VirtualMachine(Machine):
             if to is None:
                 self._too_late(name)
             elif of is None:
-                ctypes.memset(into.start, POISON, nbytes)
+                ctypes.memset(to.data_ptr(), POISON, nbytes)
             else:
-                ctypes.memmove(into.start, out_of.start, nbytes)
+                ctypes.memmove(to.data_ptr(), of.data_ptr(), nbytes)
 
         self._queues.add(Operation(name, stream, run, uses=(into, out_of)))
 
     def launch(self, launch: Launch, *, stream: Stream) -> None:
         self._enter()
-        stream = _own(stream)
+        stream = own_stream(stream)
         for tensor in (*launch.reads, *launch.writes):
             if tensor.device.type != "cpu":
                 raise ValueError(
                     f"{launch.name} expects CPU tensors on the virtual machine, got {_form(tensor)}"
                 )
-        self.stats.launches += 1
+        self.traffic.launches += 1
         self._check(launch.name, stream, launch.reads, launch.writes)
         reads, writes = self._refs(stream, launch.reads), self._refs(stream, launch.writes)
         name, host = launch.name, launch.host  # not the launch: it holds the tensors
@@ -215,20 +206,23 @@ class VirtualMachine(Machine):
 
         self._queues.add(Operation(name, stream, run, uses=(*reads, *writes)))
 
-    def host_access(
-        self, name: str, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()
-    ) -> None:
-        """Tell checking mode that the host itself uses tensors now, out of torch's sight."""
+    def run_on_host(self, launch: Launch) -> None:
         self._enter()
         if self._checker is not None:
+            # The rest of a host step's tensors are the host's own and no stream sees them.
+            reads, writes = (
+                [tensor for tensor in tensors if self._memory.arena_at(tensor.data_ptr())]
+                for tensors in (launch.reads, launch.writes)
+            )
             clock = self._checker.issue_on_host()
-            self._checker.access(name, HOST, clock, reads=reads, writes=writes)
+            self._checker.access(launch.name, HOST, clock, reads=reads, writes=writes)
+        launch.run_on_host()
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         self._enter()
-        stream = _own(stream)
+        stream = own_stream(stream)
         region = self._memory.region(tensor, self._queues.current.thread)
-        if region is None:
+        if region is None or region.arena:  # arenas are safe: unregister_host comes after all use
             return
         if self._checker is not None:
             time = self._checker.issue(stream)[stream.thread]
@@ -352,25 +346,6 @@ class VirtualMachine(Machine):
         """Run what is queued on the bytes of a region that is given back."""
         for operation in self._queues.using(region.start, region.end):
             self._queues.force(operation)
-
-
-def _own(stream: Stream) -> VirtualStream:
-    if not isinstance(stream, VirtualStream):
-        raise TypeError(f"expected a stream of a virtual machine, got {stream!r}")
-    return stream
-
-
-def _recorded_later(event: Event) -> VirtualEvent:
-    if not isinstance(event, VirtualEvent):
-        raise TypeError(f"expected an event of a virtual machine, got {event!r}")
-    return event
-
-
-def _recorded(event: Event, what: str) -> VirtualEvent:
-    event = _recorded_later(event)
-    if event.mark is None:
-        raise RuntimeError(f"{what}: event {event.name!r} was never recorded")
-    return event
 
 
 def _form(tensor: Tensor) -> str:

@@ -168,7 +168,7 @@ class Memory:
                         f"across the edge of [{region.start:#x}, {region.end:#x})"
                     )
                 return self._own(region, storage)
-            if region.dead() or not _still_there(region):
+            if not _still_there(region):
                 self._bury(region)
             else:
                 aliases.append(region)

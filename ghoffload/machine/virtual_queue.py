@@ -11,61 +11,16 @@ Note [queue]
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, get_args
 
-import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-
 from ghoffload.machine.clocks import Clock
 from ghoffload.machine.protocol import Event, Stream
+from ghoffload.machine.virtual_refs import TensorRef
 
 Order = Literal["earliest", "latest", "adversarial"]
-POISON = 0xFF
-
-
-def extent(tensor: Tensor) -> tuple[int, int]:
-    """The address range [start, end) that bounds the elements of a strided tensor."""
-    start = tensor.data_ptr()
-    if tensor.numel() == 0:
-        return start, start
-    if tensor.is_contiguous():
-        return start, start + tensor.numel() * tensor.element_size()
-    span = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (span + 1) * tensor.element_size()
-
-
-class TensorRef:
-    """What a queued operation knows of a tensor: where it is, not that it will still be there."""
-
-    __slots__ = ("_dtype", "_geometry", "_storage", "_tensor", "end", "start")
-
-    def __init__(self, tensor: Tensor, *, strong: bool) -> None:
-        self.start, self.end = extent(tensor)
-        self._tensor = tensor if strong else None
-        self._storage = None if strong else StorageWeakRef(tensor.untyped_storage())
-        self._geometry = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-        self._dtype = tensor.dtype
-
-    def resolve(self) -> Tensor | None:
-        """The tensor, or ``None`` if its memory was given back before the operation ran."""
-        if self._storage is None:
-            return self._tensor
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
-        if storage is None:
-            return None
-        return torch.empty(0, dtype=self._dtype).set_(storage, *self._geometry)
-
-    def poisoned(self) -> Tensor:
-        """A tensor of the same form full of 0xFF, for an operation that came too late."""
-        _, shape, stride = self._geometry
-        tensor = torch.empty_strided(shape, stride, dtype=self._dtype)
-        ctypes.memset(tensor.data_ptr(), POISON, tensor.untyped_storage().nbytes())
-        return tensor
 
 
 class Operation:
@@ -117,6 +72,28 @@ class VirtualEvent(Event):
     def __repr__(self) -> str:
         state = "not recorded" if self.mark is None else "done" if self.mark.done else "pending"
         return f"<VirtualEvent {self.name}, {state}>"
+
+
+def own_stream(stream: Stream) -> VirtualStream:
+    """``stream``, which has to be one of a virtual machine."""
+    if not isinstance(stream, VirtualStream):
+        raise TypeError(f"expected a stream of a virtual machine, got {stream!r}")
+    return stream
+
+
+def own_event(event: Event) -> VirtualEvent:
+    """``event``, which has to be one of a virtual machine."""
+    if not isinstance(event, VirtualEvent):
+        raise TypeError(f"expected an event of a virtual machine, got {event!r}")
+    return event
+
+
+def recorded(event: Event, what: str) -> VirtualEvent:
+    """``event``, which ``what`` waits for and which therefore has to be recorded."""
+    event = own_event(event)
+    if event.mark is None:
+        raise RuntimeError(f"{what}: event {event.name!r} was never recorded")
+    return event
 
 
 class Queues:

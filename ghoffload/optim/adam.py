@@ -31,12 +31,6 @@ from ghoffload.optim.state import OffloadState
 # Defaults are objects of their own, so that an argument given beside a wrapped optimizer shows.
 _LR, _BETAS, _EPS = float("1e-3"), (0.9, 0.999), float("1e-8")
 _NO_DECAY, _DECAY = float("0"), float("1e-2")
-_NEW_GROUP_DEFAULTS = {
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-}
 _names = itertools.count()
 
 
@@ -136,8 +130,9 @@ class OffloadAdam(Optimizer):
         if type(inner) not in kinds:
             expected = " or ".join(f"torch.optim.{kind.__name__}" for kind in kinds)
             raise TypeError(f"{self._title} wraps {expected}, got {type(inner).__name__}")
-        if hasattr(inner.step, "_taken_by"):
-            raise ValueError(f"this optimizer was wrapped before, by an {inner.step._taken_by}")
+        taken_by = getattr(inner.step, "_taken_by", None)
+        if taken_by is not None:
+            raise ValueError(f"this optimizer was wrapped before, by an {taken_by}")
         if given:
             raise ValueError(
                 f"{', '.join(given)} beside a wrapped optimizer: its own hyperparameters are "
@@ -357,22 +352,20 @@ class OffloadAdam(Optimizer):
         Raises:
             ValueError, TypeError: it does not fit this optimizer. Nothing was changed.
         """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state dict expects a dict, got {type(state_dict).__name__}")
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             if changed is not None:
                 state_dict = changed
         engine = self._open_engine
-        checkpoint.check(engine, self.param_groups, state_dict)
-        ids = checkpoint.parameters_of(self.param_groups, state_dict)
-        self._plan([ids[index] for index, values in state_dict["state"].items() if values])
-        entries, options = checkpoint.check(engine, self.param_groups, state_dict)
+        entries, options = checkpoint.check(engine, self._title, self.param_groups, state_dict)
+        self._plan(entries)
         engine.interrupted = "while a state dict was being loaded"
         self._state.replace(entries)
         for group, new in zip(self.param_groups, options, strict=True):
             group.update(new)
-            for name, value in _NEW_GROUP_DEFAULTS.items():
-                group.setdefault(name, value)
             if self._forces_decoupled:
                 group["decoupled_weight_decay"] = True
         engine.interrupted = None

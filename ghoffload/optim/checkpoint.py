@@ -13,13 +13,17 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ghoffload.optim.checks import check_options
 from ghoffload.optim.engine import Engine
+from ghoffload.optim.section import STEP, entry_names
 from ghoffload.optim.state import check_entries
 
 NATIVE_KEY = "ghoffload"
 NATIVE_VERSION = 1
+NEEDED_OPTIONS = ("lr", "betas", "eps", "weight_decay")  # the others came to torch later
 
 
 def pack(engine: Engine, param_groups: list[dict[str, Any]], *, native: bool) -> dict[str, Any]:
@@ -52,7 +56,7 @@ def pack(engine: Engine, param_groups: list[dict[str, Any]], *, native: bool) ->
 
 
 def check(
-    engine: Engine, param_groups: list[dict[str, Any]], state_dict: Mapping[str, Any]
+    engine: Engine, title: str, param_groups: list[dict[str, Any]], state_dict: Mapping[str, Any]
 ) -> tuple[dict[Tensor, Mapping[Any, Any]], list[dict[str, Any]]]:
     """What loading ``state_dict`` would set: entries by parameter, and the new group options.
 
@@ -64,8 +68,10 @@ def check(
             raise ValueError(
                 f"state dict expects the keys 'state' and 'param_groups', {key!r} is missing"
             )
-    header = state_dict.get(NATIVE_KEY)
-    if header is not None and header.get("version") != NATIVE_VERSION:
+    header = state_dict.get(NATIVE_KEY, {"version": NATIVE_VERSION})
+    if not isinstance(header, Mapping):
+        raise TypeError(f"{NATIVE_KEY!r} expects a dict, got {type(header).__name__}")
+    if header.get("version") != NATIVE_VERSION:
         raise ValueError(
             f"native state dict expects version {NATIVE_VERSION}, got {header.get('version')!r}"
         )
@@ -76,39 +82,65 @@ def check(
             f"{len(param_groups)}, got {len(saved)}"
         )
     for number, (mine, theirs) in enumerate(zip(param_groups, saved, strict=True)):
-        if len(mine["params"]) != len(theirs["params"]):
-            raise ValueError(
-                "loaded state dict contains a parameter group that doesn't match the size of "
-                f"optimizer's group {number}: expected {len(mine['params'])} parameters, got "
-                f"{len(theirs['params'])}"
-            )
-        if bool(theirs.get("amsgrad", False)) != bool(mine["amsgrad"]):
-            raise ValueError(
-                f"group {number} expects amsgrad={bool(mine['amsgrad'])}, as this optimizer was "
-                f"built, got amsgrad={bool(theirs.get('amsgrad', False))}"
-            )
-    ids = parameters_of(param_groups, state_dict)
+        _check_group(title, number, mine, theirs)
+    amsgrad = {p: bool(group["amsgrad"]) for group in param_groups for p in group["params"]}
+    ids = _parameters_of(param_groups, saved)
     entries: dict[Tensor, Mapping[Any, Any]] = {}
     for index, values in state_dict["state"].items():
         if index not in ids:
             raise ValueError(
                 f"state dict has an entry for parameter {index!r}, which is in none of its groups"
             )
-        home = engine.find(ids[index])
-        if home is not None:
-            check_entries(*home, values, f"parameter {index!r}")
-        entries[ids[index]] = values
+        parameter = ids[index]
+        targets = _targets(engine, parameter, amsgrad[parameter])
+        check_entries(targets, values, f"parameter {index!r}")
+        if values:
+            entries[parameter] = values
     return entries, [
         {key: deepcopy(value) for key, value in group.items() if key != "params"} for group in saved
     ]
 
 
-def parameters_of(
-    param_groups: list[dict[str, Any]], state_dict: Mapping[str, Any]
+def _check_group(
+    title: str, number: int, mine: Mapping[str, Any], theirs: Mapping[str, Any]
+) -> None:
+    missing = [name for name in ("params", *NEEDED_OPTIONS) if name not in theirs]
+    if missing:
+        raise ValueError(
+            f"group {number} of the state dict expects the options of Adam, "
+            f"{', '.join(map(repr, missing))} is missing"
+        )
+    if len(mine["params"]) != len(theirs["params"]):
+        raise ValueError(
+            "loaded state dict contains a parameter group that doesn't match the size of "
+            f"optimizer's group {number}: expected {len(mine['params'])} parameters, got "
+            f"{len(theirs['params'])}"
+        )
+    if bool(theirs.get("amsgrad", False)) != bool(mine["amsgrad"]):
+        raise ValueError(
+            f"group {number} expects amsgrad={bool(mine['amsgrad'])}, as this optimizer was "
+            f"built, got amsgrad={bool(theirs.get('amsgrad', False))}"
+        )
+    check_options(title, {**mine, **theirs})
+
+
+def _targets(engine: Engine, parameter: Tensor, amsgrad: bool) -> dict[str, Tensor]:
+    """The live state entries of a parameter, or tensors like those it would have."""
+    home = engine.find(parameter)
+    if home is not None:
+        return home[0].entries(home[1])
+    names = entry_names(engine.spec(parameter, amsgrad))
+    return {
+        name: torch.empty(() if name == STEP else parameter.shape, device="meta") for name in names
+    }
+
+
+def _parameters_of(
+    param_groups: list[dict[str, Any]], saved: list[dict[str, Any]]
 ) -> dict[Any, Tensor]:
     """The parameter behind each id of a state dict whose groups fit."""
     return {
         index: parameter
-        for mine, theirs in zip(param_groups, state_dict["param_groups"], strict=True)
+        for mine, theirs in zip(param_groups, saved, strict=True)
         for index, parameter in zip(theirs["params"], mine["params"], strict=True)
     }

@@ -68,19 +68,20 @@ class Engine:
         """The section of a parameter and its index there, if it has been planned."""
         return self._home.get(parameter)
 
+    def spec(self, parameter: Tensor, amsgrad: bool) -> ParameterSpec:
+        """What state a parameter has, or would have."""
+        return ParameterSpec(
+            count=parameter.numel(),
+            master=self.config.master != "none" and parameter.dtype != torch.float32,
+            amsgrad=amsgrad,
+        )
+
     def add(self, parameters: Sequence[Tensor], amsgrad: Mapping[Tensor, bool]) -> None:
         """Plan ``parameters`` and reserve all the memory their state will need."""
         if not parameters:
             return
         config = self.config
-        specs = [
-            ParameterSpec(
-                count=parameter.numel(),
-                master=config.master != "none" and parameter.dtype != torch.float32,
-                amsgrad=amsgrad[parameter],
-            )
-            for parameter in parameters
-        ]
+        specs = [self.spec(parameter, amsgrad[parameter]) for parameter in parameters]
         everything = sum(spec.state_bytes for spec in specs)
         resident = everything if config.memory_kind == "device" else config.hbm_state_bytes
         spaces = plan(
@@ -136,7 +137,6 @@ class Engine:
             members += [(section, hyper, indices) for section, indices in by_section.items()]
         for section, present in grads.items():
             reserve(section, present)
-        self.interrupted = "before its first update was queued"
         prepares: list[Launch] = []
         for section, hyper, indices in members:
             prepares += prepare(
@@ -147,14 +147,13 @@ class Engine:
                 found_inf=found_inf,
                 grad_scale=grad_scale,
             )
-        self.interrupted = None
-        self._pending = True
         work: list[BucketJob] = []
         write_through: list[tuple[Tensor, Tensor]] = []
         for section, present in grads.items():
             operands = collect(section, present)
             work += jobs(section, operands)
             write_through += operands.write_through
+        self._pending = True
         self.interrupted = "while its updates were being queued"
         stepper.step(prepares, work)
         for dense, parameter in write_through:

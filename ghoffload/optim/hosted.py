@@ -212,7 +212,7 @@ class HostStep:
         machine, compute = self._machine, self._machine.current_stream()
         buffer, host = self._staging.buffers[slot], self._host[slot]
         machine.synchronize(self._staging.drained[slot], label="CPU update waits for its gradients")
-        packed.update(host).run_on_host()
+        machine.run_on_host(packed.update(host))
         nbytes = packed.weight_bytes
         reloaded = self._staging.reloaded[slot]
         self._reload.copy([(buffer[:nbytes], host[:nbytes])], after=None, done=reloaded)

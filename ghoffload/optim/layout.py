@@ -35,9 +35,9 @@ class Layout:
         return cls(size, stride)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor``'s memory, from its first element on, is in this order and dense."""
-        if tuple(tensor.shape) != self.size:
-            return False
+        """Whether ``tensor``'s memory, from its first element on, is its values in this order."""
+        if tuple(tensor.shape) != self.size or tensor.is_neg() or tensor._is_zerotensor():
+            return False  # a negative view's memory has the other sign, a zero tensor has none
         if tensor.stride() == self.stride or tensor.numel() == 0:
             return True
         return all(

@@ -24,6 +24,12 @@ ARENA_ALIGNMENT = 256
 STEP = "step"
 
 
+def entry_names(spec: ParameterSpec) -> tuple[str, ...]:
+    """Names of a parameter's state entries, in torch's order with the master last."""
+    names = (STEP, *(name for name in spec.arrays if name != MASTER))
+    return (*names, MASTER) if spec.master else names
+
+
 @dataclass(slots=True)
 class SpaceState:
     """The state arrays of one space: 1-D fp32 tensors on the host, or in HBM where resident."""
@@ -198,11 +204,8 @@ class Section:
         return self._views[key]
 
     def entries(self, index: int) -> dict[str, Tensor]:
-        """All live state entries of a parameter, in torch's order with ``master`` last."""
-        names = [name for name in self.specs[index].arrays if name != MASTER]
-        if self.specs[index].master:
-            names.append(MASTER)
-        return {STEP: self.entry(index, STEP)} | {n: self.entry(index, n) for n in names}
+        """All live state entries of a parameter."""
+        return {name: self.entry(index, name) for name in entry_names(self.specs[index])}
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is that of a state array."""

@@ -106,7 +106,7 @@ class OffloadState(MutableMapping[Any, Any]):
         if home is None:
             raise KeyError("expected a parameter of this optimizer that has been stepped")
         self._engine.drain()
-        _replace(*home, check_entries(*home, entries, "this parameter"))
+        _replace(*home, check_entries(home[0].entries(home[1]), entries, "this parameter"))
 
     def replace(self, new: Mapping[Any, Mapping[Any, Any]]) -> None:
         """Make ``new`` the whole state: parameters that are not in it have none.
@@ -119,7 +119,7 @@ class OffloadState(MutableMapping[Any, Any]):
             home = self._engine.find(parameter)
             if home is None:
                 raise KeyError(f"expected parameters of this optimizer, entry {number} is of none")
-            checked[home] = check_entries(*home, entries, f"parameter {number}")
+            checked[home] = check_entries(home[0].entries(home[1]), entries, f"parameter {number}")
         self._engine.drain()
         homes = [(s, i) for s in self._engine.sections for i in range(len(s.parameters))]
         # Live memory of one entry that is to become another's is copied before it is overwritten.
@@ -161,9 +161,9 @@ class OffloadState(MutableMapping[Any, Any]):
 
 
 def check_entries(
-    section: Section, index: int, entries: Mapping[Any, Any], who: str
+    targets: Mapping[str, Tensor], entries: Mapping[Any, Any], who: str
 ) -> dict[Any, Any]:
-    """What would become a parameter's state, without changing anything.
+    """What would become a parameter's state (now ``targets``), without changing anything.
 
     A ``master`` may be missing (the weight then counts), and is dropped where there is none.
 
@@ -172,7 +172,6 @@ def check_entries(
     """
     if not isinstance(entries, Mapping):
         raise TypeError(f"state of {who} expects a dict, got {type(entries).__name__}")
-    targets = section.entries(index)
     missing = [name for name in targets if name not in entries and name != MASTER]
     if missing and any(name in entries for name in targets):
         raise ValueError(

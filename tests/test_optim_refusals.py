@@ -1,0 +1,208 @@
+"""What cannot be stepped is refused with one sentence before anything has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from optim_tools import CPU, PAIRS, parameters, set_grads, snapshot, train
+
+from ghoffload import InterruptedStepError, OffloadAdam, OffloadAdamW
+from ghoffload.machine import Launch
+
+KINDS = pytest.mark.parametrize("kind", [pair[0] for pair in PAIRS])
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("tensor", "error", "match"),
+    [
+        (torch.zeros(2, dtype=torch.float64), TypeError, "got torch.float64"),
+        (torch.zeros(2, dtype=torch.complex64), TypeError, "got torch.complex64"),
+        (torch.zeros(2, dtype=torch.int32), TypeError, "got torch.int32"),
+        (torch.eye(2).to_sparse(), TypeError, "expects dense parameters, got torch.sparse_coo"),
+        (torch.zeros(1).expand(4), ValueError, "an expanded one"),
+        (torch.zeros(2, device="meta"), ValueError, "on one device, got cpu, meta"),
+        (torch.nn.UninitializedParameter(), TypeError, "got UninitializedParameter"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_parameters(kind: type, tensor: torch.Tensor, error: type, match: str) -> None:
+    with pytest.raises(error, match=match):
+        kind([*parameters((3,)), tensor])
+
+
+def test_parameters_on_no_device_of_ours() -> None:
+    with pytest.raises(ValueError, match="on the CPU or a CUDA device, got meta"):
+        OffloadAdamW([torch.zeros(2, device="meta")])
+
+
+class _Wrapper(torch.Tensor):
+    """A subclass without memory of its own kind, as DTensor is."""
+
+
+def _gradient(value: torch.Tensor) -> Callable[[torch.nn.Parameter], None]:
+    def give(p: torch.nn.Parameter) -> None:
+        if not hasattr(p, "grad_dtype") and value.dtype != p.dtype:
+            pytest.skip(f"torch {torch.__version__} refuses such a gradient itself")
+        if hasattr(p, "grad_dtype"):
+            p.grad_dtype = None
+        p.grad = value
+
+    return give
+
+
+def _data(value: torch.Tensor) -> Callable[[torch.nn.Parameter], None]:
+    def give(p: torch.nn.Parameter) -> None:
+        p.grad = None
+        p.data = value
+        p.grad = torch.zeros_like(value)
+
+    return give
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (_gradient(torch.eye(3).to_sparse()), "does not support sparse gradients"),
+        (_gradient(torch.zeros(3, 3, dtype=torch.complex64)), "gradients, got torch.complex64"),
+        (_gradient(torch.zeros(3, 3, dtype=torch.float64)), "gradients, got torch.float64"),
+        (_gradient(torch.zeros(3, 3).as_subclass(_Wrapper)), "gradients, got _Wrapper"),
+        (_data(torch.zeros(4, 3)), r"of shape \(3, 3\), it now has \(4, 3\)"),
+        (_data(torch.zeros(9)), r"of shape \(3, 3\), it now has \(9,\)"),
+        (_data(torch.zeros(3, 3, dtype=torch.bfloat16)), "float32, it now is torch.bfloat16"),
+        (_data(torch.zeros(3, 3, dtype=torch.float16)), "after converting the model"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_at_the_step(kind: type, change: Callable[[Any], None], match: str) -> None:
+    params = parameters((2000,), (3, 3), (5,))
+    groups = [{"params": params[:1]}, {"params": params[1:]}]
+    optimizer = kind(groups, config=CPU.config())
+    train(optimizer)
+    set_grads(params, 3)
+    data = params[1].data
+    change(params[1])
+    before = snapshot(optimizer)
+    with pytest.raises(RuntimeError, match=match):
+        optimizer.step()
+    assert snapshot(optimizer) == before
+    params[1].grad = None
+    params[1].data = data
+    optimizer.step()
+    assert [optimizer.state[p]["step"].item() for p in params] == [4, 3, 4]
+
+
+def test_a_first_gradient_that_is_refused_leaves_no_state() -> None:
+    params = parameters((3, 3), (5,))
+    for p in params:
+        p.requires_grad_(False)
+    optimizer = OffloadAdamW(params)
+    params[1].grad = torch.ones(5)
+    params[0].grad = torch.eye(3).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    assert not optimizer.state
+    assert optimizer.report().parameters == 0
+
+
+def test_a_parameter_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = OffloadAdamW(parameters((3,)))
+    train(optimizer)
+    before = snapshot(optimizer)
+    # as after model.cuda(): the parameters are no longer where the optimizer was built
+    monkeypatch.setattr(optimizer._engine, "device", torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match="was built for cuda:0, got a parameter on cpu; build"):
+        optimizer.step()
+    monkeypatch.undo()
+    assert snapshot(optimizer) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("lr", torch.tensor([0.1, 0.2]), "lr expects one element"),
+        ("lr", torch.tensor(1), "lr expects one element of torch.float32 or torch.float64"),
+        ("lr", "fast", "could not convert"),
+        ("eps", "small", "could not convert"),
+        ("betas", (0.9, "x"), "could not convert"),
+    ],
+    ids=str,
+)
+def test_a_hyperparameter_spoiled_later(name: str, value: Any, match: str) -> None:
+    params = parameters((2000,), (3,))
+    optimizer = OffloadAdamW([{"params": [p]} for p in params], config=CPU.config())
+    train(optimizer)
+    kept = optimizer.param_groups[1][name]
+    optimizer.param_groups[1][name] = value
+    set_grads(params, 3)
+    with pytest.raises(ValueError, match=match):
+        optimizer.step()
+    optimizer.param_groups[1][name] = kept
+    plain = OffloadAdamW([{"params": [p]} for p in parameters((2000,), (3,))], config=CPU.config())
+    train(plain)
+    assert snapshot(optimizer) == snapshot(plain)
+    optimizer.step()
+
+
+def test_an_error_in_the_closure_changes_nothing() -> None:
+    optimizer = OffloadAdamW(parameters((3,)))
+    train(optimizer)
+    before = snapshot(optimizer)
+
+    def closure() -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(closure)
+    assert snapshot(optimizer) == before
+    optimizer.step()
+
+
+def test_a_step_that_stopped_part_way_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = parameters((5000,))
+    optimizer = OffloadAdamW(params, config=CPU.config())
+    train(optimizer)
+    saved = torch.utils._pytree.tree_map_only(
+        torch.Tensor, torch.clone, optimizer.state_dict(native=True)
+    )
+    weights = [p.detach().clone() for p in params]
+    calls = []
+    run = Launch.run_on_host
+
+    def interrupted(launch: Launch) -> None:
+        calls.append(launch.name)
+        if len(calls) == 3:  # prepare, one bucket of five, and then
+            raise KeyboardInterrupt
+        run(launch)
+
+    monkeypatch.setattr(Launch, "run_on_host", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    monkeypatch.undo()
+    for use in (
+        optimizer.step,
+        optimizer.state_dict,
+        lambda: optimizer.state,
+        lambda: torch.save(optimizer, "/dev/null"),
+    ):
+        with pytest.raises(InterruptedStepError, match="an earlier step stopped while"):
+            use()
+    # weights and state of one step make it whole again
+    with torch.no_grad():
+        params[0].copy_(weights[0])
+    optimizer.load_state_dict(saved)
+    plain = OffloadAdamW(parameters((5000,)), config=CPU.config())
+    train(plain)
+    assert snapshot(optimizer) == snapshot(plain)
+    train(optimizer, start=3)
+
+
+def test_step_device_needs_a_gpu() -> None:
+    with pytest.raises(ValueError, match="step_device='cuda' expects parameters in HBM"):
+        OffloadAdamW(parameters((3,)), config={"step_device": "cuda"})
+    with pytest.raises(ValueError, match="keep state in HBM"):
+        OffloadAdam(parameters((3,)), config={"memory_kind": "device"})
