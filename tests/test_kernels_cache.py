@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from ghoffload.errors import KernelBuildError
-from ghoffload.kernels import build, cache
+from ghoffload.kernels import build, cache, cuda
 
 
 @pytest.fixture
@@ -104,3 +105,9 @@ def test_a_cubin_is_compiled_once_and_again_when_its_source_changes(
     source.write_text(source.read_text().replace("= 1", "= 2"))
     assert build.cubin("tiny", "sm_90a").code != first
     assert compiled == ["sm_90a", "sm_90a", "sm_80", "sm_90a"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_driver_the_error_says_so() -> None:
+    with pytest.raises(KernelBuildError, match=r"driver|cuInit|cuDeviceGet|cuda-bindings"):
+        cuda.preload(0)

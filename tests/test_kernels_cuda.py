@@ -247,7 +247,7 @@ def test_launches_do_not_synchronise_and_tables_may_change_at_once() -> None:
 
 
 def test_a_refused_launch_names_the_kernel() -> None:
-    parameters = (np.zeros(1, dtype=np.uint64),)
+    parameters = (np.zeros(4096, dtype=np.uint8),)
     with pytest.raises(RuntimeError, match=r"launch of copy_pieces_small on cuda:0 .*INVALID"):
         cuda.launch(
             "pack", "copy_pieces_small", 0,

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from optim_tools import parameters, same_weights, train
+import torch
+from optim_tools import Place, everywhere, parameters, same_weights, set_grads, train
 
 from ghoffload import OffloadAdam, OffloadAdamW, OffloadConfig
 from ghoffload.config import parse_bytes
@@ -63,8 +64,8 @@ def test_the_environment_overrides_mappings_files_and_defaults(
     [
         (
             "GHOFFLOAD_MASTER",
-            "split?",
-            "master expects one of 'auto', 'fp32', 'none', got 'split?'",
+            "half",
+            "master expects one of 'auto', 'fp32', 'none', got 'half'",
         ),
         ("GHOFFLOAD_BUCKET_BYTES", "big", "GHOFFLOAD_BUCKET_BYTES expects bytes .*, got 'big'"),
         ("GHOFFLOAD_PIN_MEMORY", "maybe", "GHOFFLOAD_PIN_MEMORY expects 0, 1, true or false"),
@@ -129,3 +130,43 @@ def test_threads_change_no_bit() -> None:
     train(OffloadAdamW(first, config={"cpu_threads": 1}))
     train(OffloadAdamW(second, config={"cpu_threads": 7}))
     assert same_weights(first, second)
+
+
+@everywhere
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+def test_torchs_default_dtype_is_not_ours(default: torch.dtype, place: Place) -> None:
+    ours, theirs = parameters(), parameters()
+    train(OffloadAdamW(theirs))
+    grads = [p.grad for p in theirs]
+    torch.set_default_dtype(default)
+    try:
+        optimizer = OffloadAdamW(ours, config=place.config())
+        for step in range(3):
+            set_grads(theirs, step)
+            for p, q in zip(ours, theirs, strict=True):
+                p.grad = q.grad
+            optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.state[ours[0]]["step"] = 3
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {t.dtype for s in optimizer.state.values() for t in s.values()} == {torch.float32}
+    assert len(grads) == len(optimizer.state)
+
+
+def test_torchs_default_device_is_not_ours() -> None:
+    ours, theirs = parameters(), parameters()
+    base = torch.ones(6, 8)
+    ours += [torch.nn.Parameter(base[:, :3]), torch.nn.Parameter(base[:, 3::2])]
+    for p in ours:
+        p.grad = torch.ones_like(p)
+    with torch.device("meta"):
+        optimizer = OffloadAdamW(ours)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.state[ours[0]]["step"] = 1
+    plain = OffloadAdamW(theirs)
+    for p in theirs:
+        p.grad = torch.ones_like(p)
+    plain.step()
+    assert same_weights(ours[:-2], theirs)

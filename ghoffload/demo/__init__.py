@@ -71,12 +71,12 @@ def _seed(text: str) -> int:
     return _integer(text, 0)
 
 
-def _integer(text: str, least: int) -> int:
+def _integer(text: str, least: int, most: int = 2**63 - 1) -> int:
     try:
         value = int(text)
     except ValueError:
         value = least - 1
-    if value < least:
+    if not least <= value <= most:  # torch takes seeds of 64 bits
         raise argparse.ArgumentTypeError(
             f"expected a whole number of {least} or more, got {text!r}"
         )

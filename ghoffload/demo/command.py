@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from ghoffload.config import OffloadConfig
 from ghoffload.demo import page
 from ghoffload.demo.display import Display
 from ghoffload.demo.place import Place
@@ -31,6 +32,7 @@ def run(name: str, steps: int | None, out: Path, seed: int) -> int:
         place = Place.find()
         name = place.choose() if name == AUTO else name
         preset = PRESETS[name]
+        OffloadConfig.of(preset.config)  # the environment may hold a bad value
         text = read_text(context=preset.context)
     except (MachineUnavailableError, ValueError, OSError) as error:
         print(f"ghoffload demo: error: {error}", file=sys.stderr)
@@ -86,9 +88,7 @@ def report(
     page.write_json(written[0], place, name, preset, seed, text, results, interrupted=interrupted)
     if made:
         written.append(out / "demo.png")
-        title = f"ghoffload demo: {made[0].parameters:,} bf16 parameters"
-        if not place.simulated:
-            title += f" on {place.describe(preset)['gpu']}"
+        title = f"{made[0].parameters:,} bf16 parameters on {place.name}"
         picture.draw(written[1], place, title, made)
     console.print(f"Written: {', '.join(escape(str(path)) for path in written)}", soft_wrap=True)
 
@@ -129,11 +129,11 @@ def _introduction(place: Place, name: str, preset: Preset, text: Text) -> str:
             f"{facts['torch_threads']} threads"
         )
     else:
-        where = f"{facts['gpu']}, {page.size(facts['hbm_bytes'])} of HBM"
+        where = f"{place.name}, {page.size(facts['hbm_bytes'])} of HBM"
     lines = (
         f"text     {text.files:,} files of Python's standard library, {page.size(len(text.train))}",
-        f"model    GPT '{name}': {preset.parameters:,} parameters in bf16, {preset.layers} layers of "
-        f"{preset.hidden}",
+        f"model    GPT '{name}': {preset.parameters:,} parameters in bf16, "
+        f"{preset.layers} layers of {preset.hidden}",
         f"batches  {preset.batch} x {preset.context} bytes, {preset.steps:,} steps, activations in "
         f"{'fp32' if place.simulated else 'bf16'}",
         f"machine  {where}",

@@ -31,15 +31,15 @@ class Norm(nn.RMSNorm):
 class Block(nn.Module):
     """Causal attention and a feed-forward, each behind a norm and beside a residual."""
 
-    def __init__(self, hidden: int, heads: int, *, std: float, residual_std: float) -> None:
+    def __init__(self, hidden: int, heads: int, *, residual: float) -> None:
         super().__init__()
         self.heads = heads
         self.norm1 = Norm(hidden, eps=1e-5)
-        self.qkv = Linear(hidden, 3 * hidden, std=std)
-        self.out = Linear(hidden, hidden, std=residual_std)
+        self.qkv = Linear(hidden, 3 * hidden, std=hidden**-0.5)
+        self.out = Linear(hidden, hidden, std=residual * hidden**-0.5)
         self.norm2 = Norm(hidden, eps=1e-5)
-        self.up = Linear(hidden, 4 * hidden, std=std)
-        self.down = Linear(4 * hidden, hidden, std=residual_std)
+        self.up = Linear(hidden, 4 * hidden, std=hidden**-0.5)
+        self.down = Linear(4 * hidden, hidden, std=residual * (4 * hidden) ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
@@ -53,8 +53,6 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Maps tokens to the mean loss of predicting each from those before it.
 
-    The embedding is also the output layer.
-
     Args:
         hidden, layers, heads: its shape.
         context: longest sequence.
@@ -66,17 +64,15 @@ class GPT(nn.Module):
         self, *, hidden: int, layers: int, heads: int, context: int, compute: torch.dtype
     ) -> None:
         super().__init__()
-        std = 0.02
-        residual_std = std / (2 * layers) ** 0.5  # GPT-2's: the residual sum keeps its scale
         self.compute = compute
         self.embedding = nn.Embedding(VOCABULARY, hidden)
         self.position = nn.Embedding(context, hidden)
-        self.blocks = nn.ModuleList(
-            Block(hidden, heads, std=std, residual_std=residual_std) for _ in range(layers)
-        )
+        residual = (2 * layers) ** -0.5  # so that the sum of all branches is about one
+        self.blocks = nn.ModuleList(Block(hidden, heads, residual=residual) for _ in range(layers))
         self.norm = Norm(hidden, eps=1e-5)
-        nn.init.normal_(self.embedding.weight, std=std)
-        nn.init.normal_(self.position.weight, std=std)
+        self.output = Linear(hidden, VOCABULARY, std=0.02)
+        nn.init.normal_(self.embedding.weight, std=1.0)
+        nn.init.normal_(self.position.weight, std=0.3)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The loss (0-dim, fp32) of ``tokens``, int64 ``[batch, sequence + 1]``."""
@@ -85,5 +81,5 @@ class GPT(nn.Module):
         x = x.to(self.compute)
         for block in self.blocks:
             x = block(x)
-        logits = F.linear(self.norm(x), self.embedding.weight.to(self.compute))
+        logits = self.output(self.norm(x))
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

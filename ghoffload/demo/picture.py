@@ -9,14 +9,16 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from ghoffload.demo.page import places, size
+from ghoffload.demo.page import called, comparison, places, size
 from ghoffload.demo.place import Place
 from ghoffload.demo.train import Result
 
 INCHES = (12.0, 5.2)
 DPI = 150
 
-_CURVES = ({"color": "#1b6ca8", "linewidth": 2.6}, {"color": "#f28e2b", "linewidth": 1.3})
+# The second curve is drawn inside the first, so that both are seen where they agree.
+_LINES = ({"color": "#8ec1e8", "linewidth": 5.0}, {"color": "#c0392b", "linewidth": 1.2})
+_POINTS = ({"marker": "o", "markersize": 10, "color": "#1b6ca8"}, {"marker": "x", "color": "black"})
 _THINGS: dict[str, tuple[str, ...]] = {
     "weights": ("weights",),
     "gradients": ("gradients",),
@@ -41,7 +43,7 @@ def draw(path: Path, place: Place, title: str, results: Sequence[Result]) -> Non
         # A Figure of its own, not pyplot: no window system is asked for, whatever the backend.
         figure = Figure(figsize=INCHES, dpi=DPI, layout="constrained")
         losses, memory = figure.subplots(1, 2, width_ratios=(1, 1.15))
-        figure.suptitle(title, fontsize=12, fontweight="bold")
+        figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
         _draw_losses(losses, results)
         _draw_memory(memory, place, results)
         figure.savefig(path, format="png")
@@ -59,20 +61,20 @@ _STYLE: Any = {
 
 
 def _draw_losses(axes: Any, results: Sequence[Result]) -> None:
-    for result, curve in zip(results, _CURVES, strict=False):
+    for result, line, point in zip(results, _LINES, _POINTS, strict=False):
         steps = range(1, len(result.losses) + 1)
-        axes.plot(steps, result.losses, label=f"{result.name}, training", **curve)
+        axes.plot(steps, result.losses, label=f"{result.name}, training", **line)
         if result.validation:
             axes.plot(
                 *zip(*result.validation, strict=True),
                 label=f"{result.name}, validation",
                 linestyle="none",
-                marker="o" if curve is _CURVES[0] else "x",
-                color=curve["color"],
-                markersize=9 if curve is _CURVES[0] else 7,
-                markeredgecolor="black" if curve is _CURVES[0] else curve["color"],
+                zorder=3,
+                **point,
             )
-    axes.set_title("Loss: the thin line lies on the thick one where both agree")
+    both = comparison(results)
+    far = f": at most {both['max_loss_difference']:.1g} apart" if both else ""
+    axes.set_title(f"Loss{far}", loc="left")
     axes.set_xlabel("step")
     axes.set_ylabel("cross entropy, nats a byte")
     axes.legend(frameon=False)
@@ -94,12 +96,11 @@ def _draw_memory(axes: Any, place: Place, results: Sequence[Result]) -> None:
             start += width
         axes.text(start + longest / scale * 0.012, at, size(sum(parts.values())), va="center")
     axes.set_yticks(range(len(bars)), [name for name, _ in bars])
-    axes.invert_yaxis()
+    axes.set_ylim(len(bars) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
-    axes.set_xlim(0, longest / scale * 1.16)
+    axes.set_xlim(0, longest / scale * 1.18)
     axes.set_xlabel(f"{unit} (10$^{9 if unit == 'GB' else 6}$ bytes)")
-    simulated = " (simulated: bytes counted on a virtual machine)" if place.simulated else ""
-    axes.set_title(f"Where the bytes live{simulated}")
+    axes.set_title("Where the bytes live", loc="left")
     order = [thing for thing in _COLOURS if thing in drawn]
     axes.legend(
         [drawn[thing] for thing in order],
@@ -107,7 +108,7 @@ def _draw_memory(axes: Any, place: Place, results: Sequence[Result]) -> None:
         frameon=False,
         ncols=3,
         loc="upper center",
-        bbox_to_anchor=(0.45, -0.14),
+        bbox_to_anchor=(0.42, -0.13),
         fontsize=9,
     )
 
@@ -125,6 +126,9 @@ def _bars(place: Place, results: Sequence[Result]) -> list[tuple[str, dict[str, 
         more = (result.peak_hbm_bytes or 0) - sum(in_hbm.values())
         if more > 0:
             in_hbm[_MORE] = more
-        bars.append((f"{result.name}\n{place.hbm}, peak", in_hbm))
-        bars.append((f"{result.name}\n{'virtual ' * place.simulated}host", on_host))
+        peak = ", peak" if result.peak_hbm_bytes else ""
+        bars.append((f"{result.name}\n{place.hbm}{peak}", in_hbm))
+        kinds = dict.fromkeys(called(row.memory_kind, place) for row in result.held)
+        hosts = [kind for kind in kinds if kind != place.hbm]
+        bars.append((f"{result.name}\n{', '.join(hosts) or 'host'}", on_host))
     return bars

@@ -27,6 +27,7 @@ class Place:
             magnitude slower in bf16, so on the CPU bf16 weights are computed with in fp32.
         simulated: HBM is a virtual machine's.
         hbm: what HBM is called here.
+        name: what the whole is called in a title.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,6 +35,11 @@ class Place:
         self.simulated = device.type == "cpu"
         self.compute = torch.float32 if self.simulated else torch.bfloat16
         self.hbm = "virtual HBM" if self.simulated else "HBM"
+        self.name = (
+            "a virtual machine: bytes are simulated, not measured"
+            if self.simulated
+            else torch.cuda.get_device_properties(device).name
+        )
 
     @classmethod
     def find(cls) -> Place:
@@ -86,7 +92,7 @@ class Place:
             }
         else:
             properties = torch.cuda.get_device_properties(self.device)
-            facts |= {"gpu": properties.name, "hbm_bytes": properties.total_memory}
+            facts |= {"gpu": self.name, "hbm_bytes": properties.total_memory}
         return facts
 
 

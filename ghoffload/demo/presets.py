@@ -31,8 +31,8 @@ class Preset:
     steps: int
     lr: float
     config: dict[str, Any] = field(default_factory=dict)
-    hbm_bytes: int = 64 << 30
-    host_bytes: int = 64 << 30
+    hbm_bytes: int = 80_000_000_000
+    host_bytes: int = 80_000_000_000
 
     @property
     def tokens(self) -> int:
@@ -42,7 +42,7 @@ class Preset:
     @property
     def parameters(self) -> int:
         """Parameters of the model: ``GPT`` counts the same."""
-        embeddings = (256 + self.context) * self.hidden
+        embeddings = (2 * 256 + self.context) * self.hidden  # 256 values of a byte, in and out
         block = 12 * self.hidden**2 + 2 * self.hidden
         return embeddings + self.layers * block + self.hidden
 
@@ -58,20 +58,20 @@ PRESETS = {
         steps=20,
         lr=3e-3,
         config={"bucket_bytes": 128 << 10},
-        hbm_bytes=64 << 20,
-        host_bytes=8 << 20,
+        hbm_bytes=32_000_000,
+        host_bytes=4_000_000,
     ),
     "laptop": Preset(
-        hidden=192,
-        layers=6,
-        heads=6,
+        hidden=256,
+        layers=4,
+        heads=4,
         context=128,
         batch=8,
-        steps=150,
+        steps=120,
         lr=2e-3,
         config={"bucket_bytes": 1 << 20},
-        hbm_bytes=512 << 20,
-        host_bytes=128 << 20,
+        hbm_bytes=256_000_000,
+        host_bytes=64_000_000,
     ),
     "1b": Preset(hidden=2048, layers=22, heads=16, context=1024, batch=8, steps=200, lr=3e-4),
     "3b": Preset(hidden=3072, layers=27, heads=24, context=1024, batch=8, steps=100, lr=2e-4),

@@ -164,7 +164,7 @@ def _train(
             stepper.zero_grad()
             traffic = meter.traffic()
             result.h2d_bytes, result.d2h_bytes = traffic.h2d_bytes, traffic.d2h_bytes
-            result.peak_hbm_bytes = meter.peak()
+            result.peak_hbm_bytes = meter.peak() or None
             del loss
             done = len(result.losses)
             if done % max(1, steps // _VALIDATIONS) == 0 or done == steps or interrupt.noted:

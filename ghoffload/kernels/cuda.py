@@ -110,7 +110,11 @@ class _Device:
             ) from error
         self.driver = driver
         self._index = index
-        self._check(driver.cuInit(0), "cuInit")
+        try:
+            started = driver.cuInit(0)
+        except Exception as error:  # cuda-bindings' own class, where there is no driver library
+            raise KernelBuildError(f"CUDA kernels need NVIDIA's driver: {error}") from error
+        self._check(started, "cuInit")
         self._device = self._check(driver.cuDeviceGet(index), "cuDeviceGet")
         self._context = self._check(
             driver.cuDevicePrimaryCtxRetain(self._device), "cuDevicePrimaryCtxRetain"

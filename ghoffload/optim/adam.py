@@ -202,6 +202,9 @@ class OffloadAdam(Optimizer):
         if new:
             amsgrad = {p: bool(g["amsgrad"]) for g in self.param_groups for p in g["params"]}
             engine.add(new, amsgrad)
+            # At exit the newest finalizer runs first: pending work must end before its arenas go.
+            self._close.detach()
+            self._close = weakref.finalize(self, engine.close)
 
     @property
     def state(self) -> Any:

@@ -131,7 +131,10 @@ def _targets(engine: Engine, parameter: Tensor, amsgrad: bool) -> dict[str, Tens
         return home[0].entries(home[1])
     names = entry_names(engine.spec(parameter, amsgrad))
     return {
-        name: torch.empty(() if name == STEP else parameter.shape, device="meta") for name in names
+        name: torch.empty(
+            () if name == STEP else parameter.shape, dtype=torch.float32, device="meta"
+        )
+        for name in names
     }
 
 

@@ -116,7 +116,7 @@ def _check_cluster(
     """Mark the elements of parameters whose extents overlap, one parameter after the other."""
     first = parameters[cluster[0]]
     unit = first.element_size()
-    owners = torch.full((nbytes // unit + 1,), -1, dtype=torch.int32)
+    owners = torch.full((nbytes // unit + 1,), -1, dtype=torch.int32, device="cpu")
     for number in cluster:
         p = parameters[number]
         offset, rest = divmod(p.data_ptr() - first.data_ptr(), unit)

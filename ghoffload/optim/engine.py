@@ -13,7 +13,10 @@ from torch import Tensor
 
 from ghoffload.config import OffloadConfig
 from ghoffload.kernels.adam import MAX_PIECES, Hyper, prepare
+from ghoffload.kernels.cuda import preload
+from ghoffload.machine.cuda import CudaMachine
 from ghoffload.machine.protocol import Launch, Machine
+from ghoffload.memory import HostArena
 from ghoffload.optim.buckets import ParameterSpec, plan
 from ghoffload.optim.hosted import DirectStep, HostStep
 from ghoffload.optim.operands import BucketJob, collect, jobs, reserve
@@ -44,6 +47,8 @@ class Engine:
         self._process = os.getpid()
         self.on_host = machine is None or config.step_device == "cpu"
         _check(machine, config, self.on_host)
+        if isinstance(machine, CudaMachine):
+            preload(machine.device.index)  # a kernel that cannot be built is known before any step
         self._stepper: StreamedStep | HostStep | DirectStep
         if machine is None:
             self._stepper = DirectStep(threads=config.cpu_threads)
@@ -52,6 +57,7 @@ class Engine:
                 machine,
                 staging_buffers=config.staging_buffers,
                 threads=config.cpu_threads,
+                pin=config.pin_memory,
                 owner=owner,
             )
         else:
@@ -63,6 +69,11 @@ class Engine:
     def staging_bytes(self) -> int:
         """HBM held by staging buffers."""
         return self._stepper.staging_bytes
+
+    @property
+    def staging_arena(self) -> HostArena | None:
+        """Host memory beside the staging buffers, where a CPU step has one."""
+        return self._stepper.arena if isinstance(self._stepper, HostStep) else None
 
     def find(self, parameter: Tensor) -> tuple[Section, int] | None:
         """The section of a parameter and its index there, if it has been planned."""
@@ -153,9 +164,10 @@ class Engine:
             operands = collect(section, present)
             work += jobs(section, operands)
             write_through += operands.write_through
+        updates: Any = stepper.build(work)
         self._pending = True
         self.interrupted = "while its updates were being queued"
-        stepper.step(prepares, work)
+        stepper.run(prepares, updates)
         for dense, parameter in write_through:
             parameter.copy_(dense)
         for section, present in grads.items():

@@ -38,8 +38,9 @@ class DirectStep:
     def reserve(self, buckets: Sequence[LiveBucket]) -> None:
         """Nothing: state and parameters are in host memory already."""
 
-    def step(self, prepares: Sequence[Launch], jobs: Sequence[BucketJob]) -> None:
-        updates = [
+    def build(self, jobs: Sequence[BucketJob]) -> list[Launch]:
+        """The launches of a step; what cannot be launched is refused here."""
+        return [
             update(
                 job.bucket.table(job.active),
                 weights=job.weights,
@@ -49,6 +50,9 @@ class DirectStep:
             )
             for job in jobs
         ]
+
+    def run(self, prepares: Sequence[Launch], updates: Sequence[Launch]) -> None:
+        """Step, and return when it is done."""
         with pool.threads(self._threads):
             for launch in (*prepares, *updates):
                 launch.run_on_host()
@@ -132,11 +136,13 @@ def _bytes(tensor: Tensor) -> Tensor:
 class HostStep:
     """Steps parameters in HBM on the CPU; ``step`` waits on the host for each bucket."""
 
-    def __init__(self, machine: Machine, *, staging_buffers: int, threads: int, owner: str) -> None:
-        self._machine, self._owner, self._threads = machine, owner, threads
+    def __init__(
+        self, machine: Machine, *, staging_buffers: int, threads: int, pin: bool, owner: str
+    ) -> None:
+        self._machine, self._owner, self._threads, self._pin = machine, owner, threads, pin
         self._slots = staging_buffers
         self._staging: Staging | None = None
-        self._arena: HostArena | None = None
+        self.arena: HostArena | None = None
         self._host: list[Tensor] = []
         self._reload, self._offload = Reload(machine), WriteBack(machine)
         self._updated = machine.event("last update")
@@ -170,17 +176,24 @@ class HostStep:
         self._staging = Staging(
             machine, slots=self._slots, slot_bytes=slot_bytes, owner=self._owner
         )
-        self._arena = HostArena(slot_bytes * self._slots, machine=machine, owner=self._owner)
-        self._host = [self._arena.carve(slot_bytes, torch.uint8) for _ in range(self._slots)]
+        self.arena = HostArena(
+            slot_bytes * self._slots, machine=machine, owner=self._owner, pin=self._pin
+        )
+        self._host = [self.arena.carve(slot_bytes, torch.uint8) for _ in range(self._slots)]
         # The buffers are the current stream's: what it had to do comes before their first use.
         compute = machine.current_stream()
         machine.wait(compute, self._updated, label="update waits for the one before")
         machine.record(self._updated, compute)
 
-    def step(self, prepares: Sequence[Launch], jobs: Sequence[BucketJob]) -> None:
-        machine, compute = self._machine, self._machine.current_stream()
+    def build(self, jobs: Sequence[BucketJob]) -> list[_Packed]:
+        """Where each bucket's weights and gradients go; makes room for them if need be."""
         packed = [_Packed.of(job) for job in jobs]
         self._ensure(max((p.total_bytes for p in packed), default=0))
+        return packed
+
+    def run(self, prepares: Sequence[Launch], packed: Sequence[_Packed]) -> None:
+        """One step; waits on the host for each bucket to arrive."""
+        machine, compute = self._machine, self._machine.current_stream()
         machine.wait(compute, self._updated, label="update waits for the one before")
         with pool.threads(self._threads):
             for prepare in prepares:
@@ -234,6 +247,6 @@ class HostStep:
             self._staging.close()
             self._staging = None
         self._host.clear()
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None

@@ -84,8 +84,10 @@ def memory_report(engine: Engine, param_groups: list[dict[str, Any]]) -> MemoryR
         add("step counters", on, sum(t.numel() * t.element_size() for t in counters))
         for tensor in section.scratch.values():
             add("scratch", hbm, tensor.numel() * tensor.element_size())
-    if engine.staging_bytes:
-        add("staging buffers", hbm, engine.staging_bytes)
+    add("staging buffers", hbm, engine.staging_bytes)
+    if engine.staging_arena is not None:
+        kind = engine.staging_arena.kind
+        add("staging buffers", kind, engine.staging_arena.nbytes)
     rows = tuple(
         MemoryRow(what, kind, nbytes, nbytes / max(parameters, 1))
         for (what, kind), nbytes in sizes.items()

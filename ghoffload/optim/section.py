@@ -116,8 +116,8 @@ class Section:
         self._arena = self._reserve_host(spaces, pin)
         count = len(self.parameters)
         if machine is None or counters_on_host:
-            self.steps = torch.zeros(count)
-            self.scalars = torch.zeros(count, SCALARS)
+            self.steps = torch.zeros(count, dtype=torch.float32, device="cpu")
+            self.scalars = torch.zeros(count, SCALARS, dtype=torch.float32, device="cpu")
         else:
             self.steps = self._device_zeros((count,))
             self.scalars = self._device_zeros((count, SCALARS))
@@ -154,7 +154,7 @@ class Section:
             if plan.resident:
                 arrays[name] = self._device_zeros((plan.elements,))
             elif self._arena is None:
-                arrays[name] = torch.zeros(0)
+                arrays[name] = torch.zeros(0, dtype=torch.float32, device="cpu")
             else:
                 arrays[name] = self._arena.carve(
                     plan.elements, torch.float32, alignment=ARENA_ALIGNMENT
@@ -168,7 +168,7 @@ class Section:
         """Runtime-owned HBM that lives as long as the section."""
         machine = self._machine
         if machine is None:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         tensor = machine.empty(shape, dtype)
         self._on_device.append(tensor)
         ledger.add("device", self._owner, tensor.numel() * tensor.element_size())
@@ -232,6 +232,8 @@ class Section:
             tensor = self._on_device.pop()
             ledger.remove("device", self._owner, tensor.numel() * tensor.element_size())
             self._machine.free(tensor)
-        self._views.clear()
+        # Buckets refer to their section, a cycle that would keep parameters alive for a while.
+        for held in (self.buckets, self.parameters, self.scratch, self._views):
+            held.clear()
         if self._arena is not None:
             self._arena.close()

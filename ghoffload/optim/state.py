@@ -193,7 +193,7 @@ def check_entry(name: Any, target: Tensor, value: Any, what: str) -> Tensor:
             number of steps.
     """
     if name == STEP and isinstance(value, (int, float)):
-        value = torch.tensor(value, dtype=torch.float64)
+        value = torch.tensor(value, dtype=torch.float64, device="cpu")
     if not isinstance(value, Tensor):
         raise TypeError(f"{what} expects a tensor, got {type(value).__name__}")
     if value.shape != target.shape and not value.numel() == target.numel() == 1:

@@ -82,27 +82,33 @@ class StreamedStep:
         assert self._staging is not None
         return bucket.slot % len(self._staging.buffers)
 
-    def step(self, prepares: Sequence[Launch], jobs: Sequence[BucketJob]) -> None:
-        """Queue one step. Every launch is built before the first operation is queued."""
-        machine, compute = self._machine, self._machine.current_stream()
-        updates = [
-            update(
-                job.bucket.table(job.active),
-                weights=job.weights,
-                grads=job.grads,
-                state=job.bucket.host if job.bucket.resident else job.bucket.staged,
-                scalars=job.bucket.section.scalars,
+    def build(self, jobs: Sequence[BucketJob]) -> list[tuple[LiveBucket, Launch]]:
+        """The launches of a step; what cannot be launched is refused here."""
+        return [
+            (
+                job.bucket,
+                update(
+                    job.bucket.table(job.active),
+                    weights=job.weights,
+                    grads=job.grads,
+                    state=job.bucket.host if job.bucket.resident else job.bucket.staged,
+                    scalars=job.bucket.section.scalars,
+                ),
             )
             for job in jobs
         ]
+
+    def run(self, prepares: Sequence[Launch], updates: Sequence[tuple[LiveBucket, Launch]]) -> None:
+        """Queue one step."""
+        machine, compute = self._machine, self._machine.current_stream()
         machine.wait(compute, self._updated, label="update waits for the one before")
         for prepare in prepares:
             machine.launch(prepare, stream=compute)
-        for job, launch in zip(jobs, updates, strict=True):
-            if job.bucket.resident:
+        for bucket, launch in updates:
+            if bucket.resident:
                 machine.launch(launch, stream=compute)
             else:
-                self._stream(job.bucket, launch, compute)
+                self._stream(bucket, launch, compute)
         machine.record(self._updated, compute)
 
     def _stream(self, bucket: LiveBucket, launch: Launch, compute: Stream) -> None:
