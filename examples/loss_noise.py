@@ -33,7 +33,7 @@ PRESETS_HERE = {
 
 
 def perturbed(seed: int) -> type[InHbm]:
-    """torch's AdamW whose masters begin one unit in the last place off, up or down."""
+    """Torch's AdamW whose masters begin one unit in the last place off, up or down."""
 
     class Perturbed(InHbm):
         name = f"torch AdamW, perturbed {seed}"

@@ -1,4 +1,4 @@
-"""The smallest honest use of ghoffload: a small byte-level model whose optimizer state is offloaded.
+"""The smallest honest use of ghoffload: a small model whose optimizer state is offloaded.
 
 Runs on a GPU (weights in HBM, state in pinned host memory) and on the CPU (everything in system
 memory, the same update). Run it with ``python examples/train_offload.py``.
@@ -21,7 +21,7 @@ CONTEXT, BATCH, HIDDEN = 64, 8, 128
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=100)
     steps = parser.parse_args().steps
     torch.manual_seed(0)
     on_gpu = torch.cuda.is_available()

@@ -288,10 +288,10 @@ def test_a_refused_mapping_is_out_of_memory(nbytes: int) -> None:
 
 
 def test_a_refused_page_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_left(address: int, nbytes: int) -> bool:
+    def none_left(mapping: mmap.mmap, *, threads: int) -> None:
         raise MemoryError("the kernel has no memory left to populate it")
 
-    monkeypatch.setattr(arena.pages, "_populate_write", lambda: none_left)
+    monkeypatch.setattr(arena.pages, "populate", none_left)
     with pytest.raises(torch.OutOfMemoryError, match=r"no memory left .* bytes available\)"):
         made(64 << 20, None, threads=2)
     assert ledger.total(owner="test arena") == 0

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import ctypes
-import errno
 import itertools
 import mmap
 import re
@@ -40,13 +38,12 @@ def resident_pages(mapping: mmap.mmap) -> int:
 
 
 @linux
-@pytest.mark.parametrize("use_madvise", [True, False])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("nbytes", [1, PAGE + 1, (33 << 20) + 5])
-def test_every_page_is_there_and_zero(nbytes: int, threads: int, use_madvise: bool) -> None:
+def test_every_page_is_there_and_zero(nbytes: int, threads: int) -> None:
     mapping = pages.reserve(nbytes)
     assert resident_pages(mapping) == 0
-    pages.populate(mapping, threads=threads, use_madvise=use_madvise)
+    pages.populate(mapping, threads=threads)
     assert resident_pages(mapping) == -(-nbytes // PAGE)
     assert mapping[:] == bytes(nbytes)
 
@@ -73,51 +70,6 @@ def test_wipe_on_fork_is_on_the_mapping() -> None:
     mapping = pages.reserve(1 << 20)
     assert pages.wipe_on_fork(mapping)
     assert "wf" in smaps(mapping)["VmFlags"].split()
-
-
-class FakeLibc:
-    """madvise with made-up errors, one a call, then success."""
-
-    def __init__(self, *codes: int) -> None:
-        codes_left = list(codes)
-        self.calls = 0
-
-        def madvise(address: int, nbytes: int, advice: int) -> int:
-            self.calls += 1
-            if not codes_left:
-                return 0
-            ctypes.set_errno(codes_left.pop(0))
-            return -1
-
-        self.madvise = madvise
-
-
-@linux
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS, errno.EFAULT])
-def test_kernels_that_cannot_populate_are_touched_instead(
-    monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    libc = FakeLibc(code)
-    monkeypatch.setattr(pages.ctypes, "CDLL", lambda name, use_errno: libc)
-    mapping = pages.reserve(1 << 20)
-    pages.populate(mapping, threads=1)
-    assert libc.calls == 1
-    assert resident_pages(mapping) == -(-len(mapping) // PAGE)
-
-
-@linux
-def test_an_interrupted_populate_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    libc = FakeLibc(errno.EINTR, errno.EAGAIN)
-    monkeypatch.setattr(pages.ctypes, "CDLL", lambda name, use_errno: libc)
-    pages.populate(pages.reserve(1 << 20), threads=1)
-    assert libc.calls == 3
-
-
-@linux
-def test_no_memory_left_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages.ctypes, "CDLL", lambda name, use_errno: FakeLibc(errno.ENOMEM))
-    with pytest.raises(MemoryError, match="no memory left"):
-        pages.populate(pages.reserve(1 << 20), threads=1)
 
 
 @given(

@@ -170,6 +170,14 @@ def test_the_file_is_as_large_as_the_state(dtype: torch.dtype, native: bool) -> 
         assert nbytes < path.stat().st_size < 1.02 * nbytes
 
 
+def test_one_entry_saved_alone_is_its_own_bytes() -> None:
+    optimizer = OffloadAdamW(parameters((300_000,), (500,)))
+    train(optimizer, steps=1)
+    entries = optimizer.state_dict()["state"][1]
+    assert len(_saved(entries["exp_avg"]).getvalue()) < 4 * 500 + 2000
+    assert len(pickle.dumps(entries)) < 8 * 500 + 2000
+
+
 def test_a_state_dict_is_the_live_memory_not_a_copy() -> None:
     params = parameters((100,), (7,))
     optimizer = OffloadAdamW(params, config=CPU.config())

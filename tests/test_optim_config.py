@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from optim_tools import Place, everywhere, parameters, same_weights, set_grads, train
+from optim_tools import Place, everywhere, parameters, same_weights, train
 
 from ghoffload import OffloadAdam, OffloadAdamW, OffloadConfig
 from ghoffload.config import parse_bytes
+from ghoffload.kernels import pool
 
 
 def _config(given: Any) -> OffloadConfig:
@@ -125,6 +126,19 @@ def test_sizes(text: str, nbytes: int) -> None:
     assert parse_bytes(text) == parse_bytes(nbytes) == nbytes
 
 
+@everywhere
+@pytest.mark.parametrize("threads", [1, 5])
+def test_threads_are_those_of_the_config(
+    threads: int, monkeypatch: pytest.MonkeyPatch, place: Place
+) -> None:
+    seen = set()
+    run = pool.run
+    monkeypatch.setattr(pool, "run", lambda *a, **k: (seen.add(pool.get_threads()), run(*a, **k)))
+    params = parameters((5000,), dtype=torch.bfloat16)
+    train(OffloadAdamW(params, config=place.config(cpu_threads=threads)))
+    assert threads in seen or place.step_device == "cuda"  # there the GPU's kernels step
+
+
 def test_threads_change_no_bit() -> None:
     first, second = parameters((70_000,)), parameters((70_000,))
     train(OffloadAdamW(first, config={"cpu_threads": 1}))
@@ -135,23 +149,18 @@ def test_threads_change_no_bit() -> None:
 @everywhere
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
 def test_torchs_default_dtype_is_not_ours(default: torch.dtype, place: Place) -> None:
-    ours, theirs = parameters(), parameters()
-    train(OffloadAdamW(theirs))
-    grads = [p.grad for p in theirs]
+    params, expected = parameters(), parameters()
     torch.set_default_dtype(default)
     try:
-        optimizer = OffloadAdamW(ours, config=place.config())
-        for step in range(3):
-            set_grads(theirs, step)
-            for p, q in zip(ours, theirs, strict=True):
-                p.grad = q.grad
-            optimizer.step()
+        optimizer = OffloadAdamW(params, config=place.config())
+        train(optimizer)
         optimizer.load_state_dict(optimizer.state_dict())
-        optimizer.state[ours[0]]["step"] = 3
+        optimizer.state[params[0]]["step"] = 3
+        train(OffloadAdamW(expected))
     finally:
         torch.set_default_dtype(torch.float32)
     assert {t.dtype for s in optimizer.state.values() for t in s.values()} == {torch.float32}
-    assert len(grads) == len(optimizer.state)
+    assert same_weights(params, expected)
 
 
 def test_torchs_default_device_is_not_ours() -> None:

@@ -292,14 +292,11 @@ def test_staging_that_does_not_fit_leaves_nothing_behind() -> None:
     torch.cuda.synchronize()
     parameter = nn.Parameter(torch.zeros(1 << 26, device="cuda", dtype=torch.bfloat16))
     host, allocated = ledger.total(), torch.cuda.memory_allocated()
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((allocated + (400 << 20)) / total)
     torch.cuda.empty_cache()
-    try:
-        with pytest.raises(torch.OutOfMemoryError):
-            ghoffload.OffloadAdamW([parameter], config={"bucket_bytes": 300 << 20})
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    hog = torch.empty(torch.cuda.mem_get_info()[0] - (400 << 20), dtype=torch.uint8, device="cuda")
+    with pytest.raises(torch.OutOfMemoryError):
+        ghoffload.OffloadAdamW([parameter], config={"bucket_bytes": 300 << 20})
+    del hog
     gc.collect()
     assert ledger.total() == host
     assert torch.cuda.memory_allocated() == allocated

@@ -157,6 +157,50 @@ def test_frozen_parameters_later_unfrozen(place: Place) -> None:
     assert [optimizer.state[p]["step"].item() for p in ours] == [2, 4, 2, 4, 2, 4, 2]
 
 
+@everywhere
+def test_all_frozen_at_first(place: Place) -> None:
+    ours, theirs = parameters(), parameters()
+    for p in ours:
+        p.requires_grad_(False)
+    optimizer = OffloadAdamW(ours, config=place.config())
+    assert optimizer.report().parameters == 0
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    for p in ours:
+        p.requires_grad_(True)
+    train(optimizer)
+    train(OffloadAdamW(theirs))
+    assert same_weights(ours, theirs)
+
+
+@everywhere
+def test_one_optimizer_a_parameter_stepped_in_backward(place: Place) -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(4, 50)
+    ends = []
+    for in_backward in (True, False):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(50, 40), torch.nn.Linear(40, 1))
+        params = list(model.parameters())
+        if in_backward:
+            each = {p: OffloadAdamW([p], lr=0.1, config=place.config()) for p in params}
+
+            def step(p: torch.Tensor, each: Any = each) -> None:
+                each[p].step()
+                each[p].zero_grad()
+
+            for p in params:
+                p.register_post_accumulate_grad_hook(step)
+        optimizer = OffloadAdamW(params, lr=0.1)
+        for _ in range(3):
+            model(inputs).square().mean().backward()
+            if not in_backward:
+                optimizer.step()
+                optimizer.zero_grad()
+        ends.append(params)
+    assert same_weights(*ends)
+
+
 def test_frozen_parameters_take_no_state() -> None:
     params = parameters((1000,), (500,))
     params[0].requires_grad_(False)

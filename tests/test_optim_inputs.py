@@ -27,9 +27,9 @@ def database() -> Any:
 
 
 def _inputs(database: Any, torch_kind: type) -> dict[str, dict[str, Any]]:
-    """Keyword arguments by description: those for the CPU, for CUDA and for MPS."""
+    """Keyword arguments by description: those for the CPU, for CUDA and for MPS, and one more."""
     info = next(info for info in database.optim_db if info.optim_cls is torch_kind)
-    return {
+    return {"eps that counts": {"eps": 0.3, "betas": (0.5, 0.8)}} | {
         item.desc: item.kwargs
         for device in ("cpu", "cuda", "mps")
         for item in info.optim_inputs_func(device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -116,11 +117,14 @@ def test_no_reference_cycle_keeps_it() -> None:
     before = ledger.rows()
     gc.disable()
     try:
-        optimizer = OffloadAdamW(parameters((3000,)), config=CPU.config())
+        params = parameters((3000,))
+        optimizer = OffloadAdamW(params, config=CPU.config())
         train(optimizer)
         optimizer.state_dict()
-        del optimizer
+        weight = weakref.ref(params[0])
+        del optimizer, params
         assert ledger.rows() == before
+        assert weight() is None  # nor the parameters
     finally:
         gc.enable()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections import defaultdict
 
 import pytest
@@ -202,6 +204,23 @@ def test_state_assigned_to_itself_is_unchanged(place: Place) -> None:
     optimizer.state = {first: optimizer.state[first]}
     assert list(optimizer.state) == [first]
     assert rest
+
+
+def test_copies_of_the_state_are_plain_and_stay_as_they_are() -> None:
+    optimizer = OffloadAdamW(parameters(), config=CPU.config())
+    train(optimizer)
+    p = optimizer.param_groups[0]["params"][0]
+    clone, pickled = copy.deepcopy(optimizer.state), pickle.loads(pickle.dumps(optimizer.state))
+    assert type(clone) is type(pickled) is dict
+    entries = copy.deepcopy(optimizer.state[p])
+    assert type(entries) is dict
+    before = raw(optimizer.state[p]["exp_avg"])
+    train(optimizer, start=3)
+    assert raw(optimizer.state[p]["exp_avg"]) != before
+    for kept in (entries, next(iter(clone.values())), next(iter(pickled.values()))):
+        assert raw(kept["exp_avg"]) == before
+    shallow = copy.copy(optimizer.state)
+    assert shallow.keys() == set(optimizer.state)
 
 
 def test_a_users_own_entries_stay() -> None:

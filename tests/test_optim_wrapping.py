@@ -163,6 +163,18 @@ def test_adam_keeps_decoupled_decay() -> None:
     assert not same_weights(ends[0], ends[4])
 
 
+def test_groups_added_after_wrapping_have_its_defaults() -> None:
+    inner = torch.optim.AdamW(parameters((3,)), lr=0.5, weight_decay=0.25)
+    optimizer = OffloadAdam(inner)
+    optimizer.add_param_group({"params": parameters((4,))})
+    group = inner.param_groups[1]
+    assert (group["lr"], group["weight_decay"], group["decoupled_weight_decay"]) == (
+        0.5,
+        0.25,
+        True,
+    )
+
+
 def test_bf16_parameters_with_torchs_bf16_moments() -> None:
     params = parameters((1500,), (7,), dtype=torch.bfloat16)
     inner = torch.optim.AdamW(params, lr=0.1)
@@ -183,12 +195,23 @@ def test_partly_stepped_frozen_and_extra_state() -> None:
     params[1].grad = None
     inner.step()
     inner.state[params[0]]["note"] = 1
+    inner.state[torch.zeros(1)]["step"] = 1  # of a parameter that is no longer there
     params[2].requires_grad_(False)  # frozen, but with state
     before = _states(inner)
     optimizer = OffloadAdamW(inner)
     assert _states(optimizer) == before
     assert params[1] not in optimizer.state
     assert len(optimizer.state) == 2
+
+
+def test_frozen_state_is_reserved_at_once() -> None:
+    params = parameters(*[(10,)] * 6)
+    inner = torch.optim.AdamW(params)
+    train(inner)
+    for p in params:
+        p.requires_grad_(False)
+    optimizer = OffloadAdamW(inner)
+    assert len(optimizer._engine.sections) == 1
 
 
 class _Subclass(torch.optim.AdamW):

@@ -73,9 +73,7 @@ def table(place: Place, preset: Preset, results: Sequence[Result]) -> Table:
         f"{results[0].parameters:,} bf16 parameters, {preset.tokens:,} bytes of text a step"
     )
     if place.simulated:
-        page.title += (
-            "\nVIRTUAL MACHINE: bytes are counted as a GPU's would be, times are this CPU's"
-        )
+        page.title += "\nVIRTUAL MACHINE: bytes as on a GPU, times of this CPU"
     page.add_column("")
     for result in results:
         page.add_column(result.name, justify="right")

@@ -17,8 +17,14 @@ INCHES = (12.0, 5.2)
 DPI = 150
 
 # The second curve is drawn inside the first, so that both are seen where they agree.
-_LINES = ({"color": "#8ec1e8", "linewidth": 5.0}, {"color": "#c0392b", "linewidth": 1.2})
-_POINTS = ({"marker": "o", "markersize": 10, "color": "#1b6ca8"}, {"marker": "x", "color": "black"})
+_LINES: tuple[dict[str, Any], ...] = (
+    {"color": "#8ec1e8", "linewidth": 5.0},
+    {"color": "#c0392b", "linewidth": 1.2},
+)
+_POINTS: tuple[dict[str, Any], ...] = (
+    {"marker": "o", "markersize": 10, "color": "#1b6ca8"},
+    {"marker": "x", "color": "black"},
+)
 _THINGS: dict[str, tuple[str, ...]] = {
     "weights": ("weights",),
     "gradients": ("gradients",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import platform
 from collections.abc import Iterator
@@ -104,12 +105,13 @@ class Meter:
         assert machine is not None, "a CUDA device has a machine"
         self.machine: Any = machine
         self.device = device
+        machine.traffic.reset()  # the run before counted on the same machine
         torch.cuda.reset_peak_memory_stats(device)
 
     def traffic(self) -> Traffic:
         """What was moved so far."""
-        stats: Traffic = self.machine.traffic
-        return Traffic(stats.h2d_bytes, stats.d2h_bytes, stats.copies, stats.launches)
+        counted: Traffic = self.machine.traffic
+        return dataclasses.replace(counted)
 
     def watch(self) -> contextlib.AbstractContextManager[object]:
         """Around one step, which is then slower: make sure ``peak`` has seen it."""

@@ -145,6 +145,12 @@ def _train(
         stepper = kind(model, preset.lr, preset.config)
         result.config = stepper.config
         schedule = LambdaLR(stepper.optimizer, lambda step: _warm_up_and_cosine(step, steps))
+
+        def check() -> None:
+            done = len(result.losses)
+            if not result.validation or result.validation[-1][0] != done:
+                result.validation.append((done, validate(model, place, preset, text.validation)))
+
         batches = Batches(text.train, batch=preset.batch, context=preset.context, seed=seed)
         while len(result.losses) < steps and not interrupt.noted:
             first = not result.losses
@@ -166,10 +172,11 @@ def _train(
             result.h2d_bytes, result.d2h_bytes = traffic.h2d_bytes, traffic.d2h_bytes
             result.peak_hbm_bytes = meter.peak() or None
             del loss
-            done = len(result.losses)
-            if done % max(1, steps // _VALIDATIONS) == 0 or done == steps or interrupt.noted:
-                result.validation.append((done, validate(model, place, preset, text.validation)))
+            if len(result.losses) % max(1, steps // _VALIDATIONS) == 0:
+                check()
             on_step(result)
+        if result.losses:
+            check()
 
 
 def build(place: Place, preset: Preset, seed: int) -> GPT:

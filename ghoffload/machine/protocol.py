@@ -30,6 +30,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ghoffload.machine.traffic import Traffic
+
 
 class Stream(abc.ABC):
     """A queue of operations that run in the order they were queued."""
@@ -74,6 +76,7 @@ class Machine(abc.ABC):
     device: torch.device
     h2d: Stream
     d2h: tuple[Stream, Stream]
+    traffic: Traffic
 
     @abc.abstractmethod
     def current_stream(self) -> Stream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from ghoffload.optim.checks import (
 from ghoffload.optim.engine import Engine, GroupStep
 from ghoffload.optim.report import MemoryReport, memory_report
 from ghoffload.optim.state import OffloadState
+from ghoffload.optim.wrapping import WRAPPABLE, check_wrappable, retire
 
 # Defaults are objects of their own, so that an argument given beside a wrapped optimizer shows.
 _LR, _BETAS, _EPS = float("1e-3"), (0.9, 0.999), float("1e-8")
@@ -126,21 +127,10 @@ class OffloadAdam(Optimizer):
 
     def _take_over(self, inner: Optimizer, given: list[str]) -> None:
         """Become ``inner``: the same groups list, defaults, hooks, and its state."""
-        kinds = (torch.optim.AdamW,) if self._forces_decoupled else _WRAPPABLE
-        if type(inner) not in kinds:
-            expected = " or ".join(f"torch.optim.{kind.__name__}" for kind in kinds)
-            raise TypeError(f"{self._title} wraps {expected}, got {type(inner).__name__}")
-        taken_by = getattr(inner.step, "_taken_by", None)
-        if taken_by is not None:
-            raise ValueError(f"this optimizer was wrapped before, by an {taken_by}")
-        if given:
-            raise ValueError(
-                f"{', '.join(given)} beside a wrapped optimizer: its own hyperparameters are "
-                "taken over; set them there"
-            )
+        kinds = (torch.optim.AdamW,) if self._forces_decoupled else WRAPPABLE
+        check_wrappable(self._title, inner, kinds, given)
         for group in inner.param_groups:
             check_options(self._title, group)
-        state = {parameter: dict(entries) for parameter, entries in inner.state.items()}
         self.defaults = inner.defaults
         self.defaults.setdefault("decoupled_weight_decay", type(inner) is torch.optim.AdamW)
         self.param_groups = inner.param_groups
@@ -152,17 +142,15 @@ class OffloadAdam(Optimizer):
         self._patch_step_function()
         self._open()
         try:
-            for parameter, entries in state.items():
-                if entries:
-                    self._plan([parameter])
-                    self.state[parameter] = entries
+            members = {p for group in self.param_groups for p in group["params"]}
+            self.state = {
+                p: entries for p, entries in inner.state.items() if p in members and entries
+            }
         except BaseException:
             self._close()
             raise
-        inner.state.clear()
         self._inner = inner
-        for name in ("step", "add_param_group", "state_dict", "load_state_dict"):
-            setattr(inner, name, _taken(name, self._title))
+        retire(inner, self._title)
 
     def _open(self) -> None:
         """Choose the machine, plan every trainable parameter, reserve memory."""
@@ -449,18 +437,6 @@ class OffloadAdamW(OffloadAdam):
             config=config,
             machine=machine,
         )
-
-
-_WRAPPABLE: tuple[type[Optimizer], ...] = (torch.optim.Adam, torch.optim.AdamW)
-
-
-def _taken(name: str, title: str) -> Callable[..., NoReturn]:
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(f"this optimizer was wrapped: call {name}() of the {title} around it")
-
-    refuse._taken_by = title  # type: ignore[attr-defined]
-    refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look for it
-    return refuse
 
 
 def _scalars(betas: Iterable[Any]) -> tuple[Any, ...]:

@@ -156,6 +156,10 @@ class OffloadState(MutableMapping[Any, Any]):
         # Reading a parameter without entries gives an empty dict, so the base class's get would.
         return self[parameter] if parameter in self else default  # noqa: SIM401
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are plain dicts, with copies of the entries."""
+        return (dict, ({parameter: dict(self[parameter]) for parameter in self},))
+
     def __repr__(self) -> str:
         return repr({parameter: dict(self[parameter]) for parameter in self})
 
