@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+# OpenMP reads it once: its threads otherwise spin between operations, against those of others.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import hypothesis
 import numpy as np
 import pytest
@@ -57,9 +60,8 @@ def _seeds() -> None:
 @pytest.fixture
 def virtual(request: pytest.FixtureRequest) -> Iterator[VirtualMachine]:
     """A checking virtual machine in use; parametrize it indirectly with another seed than 0."""
-    from ghoffload.machine.virtual import VirtualMachine
-
     import ghoffload
+    from ghoffload.machine.virtual import VirtualMachine
 
     seed = getattr(request, "param", 0)
     machine = VirtualMachine(order="adversarial", seed=seed, check=True)

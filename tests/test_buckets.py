@@ -55,7 +55,8 @@ def test_every_element_is_in_one_piece(
             assert len(bucket.pieces) <= max_pieces
             end = 0
             for piece in bucket.pieces:
-                assert piece.count > 0 and piece.offset >= end
+                assert piece.count > 0
+                assert piece.offset >= end
                 end = piece.offset + piece.count
                 assert piece.offset % PARAMETER_ALIGNMENT == 0
                 assert piece.start % SPLIT_ALIGNMENT == 0

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from optim_tools import CPU, PAIRS, parameters, set_grads, snapshot, train
+from optim_tools import CPU, PAIRS, Place, everywhere, parameters, set_grads, snapshot, train
 
 from ghoffload import InterruptedStepError, OffloadAdam, OffloadAdamW
-from ghoffload.machine import Launch
+from ghoffload.machine import Launch, active_machine
 
 KINDS = pytest.mark.parametrize("kind", [pair[0] for pair in PAIRS])
 
@@ -162,32 +164,36 @@ def test_an_error_in_the_closure_changes_nothing() -> None:
     optimizer.step()
 
 
-def test_a_step_that_stopped_part_way_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    params = parameters((5000,))
-    optimizer = OffloadAdamW(params, config=CPU.config())
+@everywhere
+@pytest.mark.parametrize("launches", [1, 2, 4])
+def test_a_step_that_stopped_part_way_says_so(
+    launches: int, monkeypatch: pytest.MonkeyPatch, place: Place
+) -> None:
+    params = parameters((5000,), dtype=torch.bfloat16)
+    optimizer = OffloadAdamW(params, config=place.config())
     train(optimizer)
-    saved = torch.utils._pytree.tree_map_only(
-        torch.Tensor, torch.clone, optimizer.state_dict(native=True)
-    )
+    saved = copy.deepcopy(optimizer.state_dict(native=True))
     weights = [p.detach().clone() for p in params]
     calls = []
-    run = Launch.run_on_host
+    machine = active_machine()
+    owner, name = (Launch, "run_on_host") if machine is None else (machine, "launch")
+    run = getattr(owner, name)
 
-    def interrupted(launch: Launch) -> None:
+    def interrupted(launch: Launch, **kwargs: Any) -> None:
         calls.append(launch.name)
-        if len(calls) == 3:  # prepare, one bucket of five, and then
+        if len(calls) > launches:
             raise KeyboardInterrupt
-        run(launch)
+        run(launch, **kwargs)
 
-    monkeypatch.setattr(Launch, "run_on_host", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.step()
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
     for use in (
         optimizer.step,
         optimizer.state_dict,
         lambda: optimizer.state,
-        lambda: torch.save(optimizer, "/dev/null"),
+        lambda: pickle.dumps(optimizer),
     ):
         with pytest.raises(InterruptedStepError, match="an earlier step stopped while"):
             use()
@@ -195,10 +201,10 @@ def test_a_step_that_stopped_part_way_says_so(monkeypatch: pytest.MonkeyPatch) -
     with torch.no_grad():
         params[0].copy_(weights[0])
     optimizer.load_state_dict(saved)
-    plain = OffloadAdamW(parameters((5000,)), config=CPU.config())
-    train(plain)
-    assert snapshot(optimizer) == snapshot(plain)
     train(optimizer, start=3)
+    plain = OffloadAdamW(parameters((5000,), dtype=torch.bfloat16))
+    train(plain, steps=6)
+    assert snapshot(optimizer) == snapshot(plain)
 
 
 def test_step_device_needs_a_gpu() -> None:

@@ -115,12 +115,13 @@ def remarks(place: Place, results: Sequence[Result]) -> list[str]:
     lines = [f"{r.name} stopped: {r.stopped}" for r in results if r.stopped]
     both = comparison(results)
     if both is not None:
+        also = "" if place.simulated else "; some of torch's backward kernels add in no fixed order"
         lines.append(
             f"Losses of the two differ by at most {both['max_loss_difference']:.2g} (step "
             f"{both['max_at_step']} of {both['steps']}), on average over the last "
             f"{both['mean_last_over_steps']} steps by {both['mean_last_loss_difference']:.2g}. "
             "Seed, batches and forward kernels are the same; an update differs by a few units in "
-            "the last place, and training amplifies what differs."
+            f"the last place{also}, and training amplifies what differs."
         )
     return lines
 

@@ -353,6 +353,8 @@ class OffloadAdam(Optimizer):
         engine = self._open_engine
         entries, options = checkpoint.check(engine, self._title, self.param_groups, state_dict)
         self._plan(entries)
+        if engine.interrupted is not None and engine.machine is not None:
+            engine.machine.synchronize_all()  # what the interrupted step queued, nothing waits for
         engine.interrupted = "while a state dict was being loaded"
         self._state.replace(entries)
         for group, new in zip(self.param_groups, options, strict=True):
