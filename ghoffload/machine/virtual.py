@@ -275,9 +275,7 @@ class VirtualMachine(Machine):
         if self._checker is not None:
             self._checker.unused(arena, "unregister_host()")
         self._finish(arena)
-        if self._checker is not None:
-            _poison(arena)
-        self._memory.unregister(arena)
+        self._memory.unregister(arena)  # unregistered, not freed: tensors may still hold it
 
     def memory_allocated(self) -> int:
         self._memory.sweep()
