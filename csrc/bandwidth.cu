@@ -90,10 +90,10 @@ extern "C" __global__ void __launch_bounds__(32) move_bulk(char* to, const char*
     if (blockIdx.x == 0 && threadIdx.x >= 16 && left < nbytes) to[left] = from[left];
     if (threadIdx.x != 0) return;
 
-    const i64 chunks = (whole + CHUNK - 1) / CHUNK;
-    if (blockIdx.x >= chunks) return;
     // Chunks go round the blocks. 32 bits count 64 TiB of them.
-    const u32 mine = static_cast<u32>((chunks - 1 - blockIdx.x) / gridDim.x + 1);
+    const u32 chunks = static_cast<u32>((whole + CHUNK - 1) / CHUNK);
+    if (blockIdx.x >= chunks) return;
+    const u32 mine = (chunks - 1 - blockIdx.x) / gridDim.x + 1;
 
     for (u32 s = 0; s < STAGES; ++s)
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(&full[s])) : "memory");

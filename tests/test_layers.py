@@ -26,7 +26,7 @@ LAYERS = (
     ("optim",),
     ("report",),
     ("ghoffload",),
-    ("check", "demo"),
+    ("bandwidth", "check", "demo", "doctor"),
     ("cli",),
     ("__main__",),
 )

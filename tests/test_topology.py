@@ -103,14 +103,14 @@ def test_the_probe_asks_once_and_survives_a_broken_driver(monkeypatch: pytest.Mo
         raise RuntimeError("driver on fire")
 
     monkeypatch.setattr("torch.cuda.is_available", broken)
-    topology._evidence.cache_clear()
+    topology.evidence._evidence.cache_clear()
     try:
         unusable_gpu()
         unusable_gpu()
-        assert topology._evidence().torch_warning == "driver on fire"
+        assert topology.evidence._evidence().torch_warning == "driver on fire"
         assert len(asked) == 1
     finally:
-        topology._evidence.cache_clear()
+        topology.evidence._evidence.cache_clear()
 
 
 def test_cpu_count_heeds_v2_quotas_of_every_level(tmp_path: Path) -> None:

@@ -1,14 +1,8 @@
-"""Topology: what this machine offers, read from the system. Never from a device's name.
-
-Every function takes what it reads as an argument (a file system root, a ``GpuEvidence``), so that
-tests can make machines up, and none of them raises: a probe that fails knows less, no more.
-"""
+"""What speaks for a GPU on this machine, and why torch cannot use it where it cannot."""
 
 from __future__ import annotations
 
 import functools
-import math
-import mmap
 import os
 import platform
 import re
@@ -18,78 +12,7 @@ from pathlib import Path
 
 import torch
 
-_ROOT = Path("/")
-
-
-def read_text(path: Path) -> str | None:
-    """A small file's text, ``None`` where it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except (OSError, ValueError):
-        return None
-
-
-def page_size() -> int:
-    """Bytes of an ordinary page: 4 KiB on x86, 4 or 64 KiB on aarch64."""
-    return mmap.PAGESIZE
-
-
-def huge_page_size(root: Path = _ROOT) -> int | None:
-    """Bytes of a transparent huge page (2 MiB, or 512 MiB with 64 KiB pages), ``None`` if off."""
-    folder = root / "sys/kernel/mm/transparent_hugepage"
-    text = (read_text(folder / "hpage_pmd_size") or "").strip()
-    if not text.isdigit() or "[never]" in (read_text(folder / "enabled") or "[never]"):
-        return None
-    return int(text) or None
-
-
-def cgroup_directories(controller: str, root: Path = _ROOT) -> list[Path]:
-    """The directories of this process's cgroup and those above it for ``controller``, v1 and v2.
-
-    A limit in any of them holds. Directories that this process cannot see are left out.
-    """
-    found: dict[Path, None] = {}
-    for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
-        hierarchy, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if hierarchy == "0" and not controllers:
-            base = root / "sys/fs/cgroup"
-        elif controller in controllers.split(","):
-            base = root / "sys/fs/cgroup" / controller
-        else:
-            continue
-        # Inside a container the path may be the host's, of which only the mount's root is seen.
-        parts = [part for part in path.split("/") if part]
-        if ".." in parts:
-            parts = []
-        for depth in range(len(parts), -1, -1):
-            directory = base.joinpath(*parts[:depth])
-            if directory.is_dir():
-                found[directory] = None
-    return list(found)
-
-
-def cpu_count(root: Path = _ROOT, affinity: int | None = None) -> int:
-    """CPUs this process may use: its affinity, and no more than its cgroup's quota pays for.
-
-    Args:
-        root: the file system to read, for tests.
-        affinity: CPUs in the affinity mask, for tests; asked from the system when ``None``.
-    """
-    if affinity is None:
-        try:
-            affinity = len(os.sched_getaffinity(0))
-        except (AttributeError, OSError):  # not Linux
-            affinity = os.cpu_count() or 1
-    count = affinity
-    for directory in cgroup_directories("cpu", root):
-        words = (read_text(directory / "cpu.max") or "").split()  # v2: "max 100000"
-        if len(words) != 2:
-            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")  # v1: -1 is no quota
-            words = [(read_text(directory / name) or "").strip() for name in names]
-        if all(word.isdigit() and int(word) > 0 for word in words):
-            count = min(count, math.ceil(int(words[0]) / int(words[1])))
-    return max(1, count)
+from ghoffload.machine.topology.files import ROOT, names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +42,7 @@ class GpuEvidence:
     architecture: str = ""
 
     @classmethod
-    def gather(cls, root: Path = _ROOT) -> GpuEvidence:
+    def gather(cls, root: Path = ROOT) -> GpuEvidence:
         """Look at this machine."""
         available, said = _ask_torch()
         return cls(
@@ -130,8 +53,8 @@ class GpuEvidence:
             visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
             # NVML costs milliseconds and has nothing to add where torch works.
             nvml_count=None if available else _nvml_count(),
-            nodes=tuple(name for name in _names(root / "dev") if name.startswith("nvidia")),
-            driver_gpus=len(_names(root / "proc/driver/nvidia/gpus")),
+            nodes=tuple(name for name in names(root / "dev") if name.startswith("nvidia")),
+            driver_gpus=len(names(root / "proc/driver/nvidia/gpus")),
             architecture=platform.machine(),
         )
 
@@ -220,10 +143,3 @@ def _nvml_count() -> int | None:
             pynvml.nvmlShutdown()
     except Exception:  # not installed, no driver, no permission: NVML has nothing to say
         return None
-
-
-def _names(directory: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(directory))
-    except OSError:
-        return []
