@@ -340,9 +340,8 @@ def test_free_with_work_in_flight(machine: VirtualMachine) -> None:
     machine.free(buffer)
     with pytest.raises(OrderingError, match=r"after its memory was given back with free\(\)"):
         buffer.add_(1)
-    assert host.tolist() == [1] * 4
     machine.unregister_host(host.data_ptr())
-    assert host.view(torch.int32).tolist() == [-1] * 4
+    assert host.tolist() == [1] * 4  # the memory itself is not the machine's
 
 
 def test_training_is_no_alarm_and_quick(machine: VirtualMachine) -> None:
