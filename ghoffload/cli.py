@@ -18,6 +18,7 @@ from ghoffload.errors import GhoffloadError
 _COMMANDS = {
     "demo": "train a small GPT with offloaded optimizer state, and beside it without",
     "check": "check this machine: kernels bit for bit, waits, a short training against torch",
+    "doctor": "say what this machine is, what will be used and why, and what is wrong",
     "bandwidth": "measure this machine's link and memories: GB/s by kind, size and CTAs, latencies",
 }
 _USAGE = 2  # argparse's exit code for a command line it cannot read

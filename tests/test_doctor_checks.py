@@ -22,7 +22,6 @@ from test_topology_machines import (
     x86,
 )
 
-from ghoffload.doctor import checks
 from ghoffload.doctor.checks import READING_CHECKS, TOPOLOGY_CHECKS, examine
 from ghoffload.doctor.findings import Copies, Finding, Readings, Severity
 from ghoffload.doctor.reading_checks import expected_rate
@@ -356,9 +355,3 @@ def test_nothing_known_nothing_found(tmp_path: Path) -> None:
 def test_a_node_without_memory_is_no_home(tmp_path: Path) -> None:
     files = {"proc/sys/kernel/numa_balancing": "1\n", **node(1, "16-31", 0)}
     assert found(x86(tmp_path, files=files), "numa_balancing") is None
-
-
-def test_each_check_has_a_test() -> None:
-    source = Path(__file__).read_text(encoding="utf-8")
-    for check in (*checks.TOPOLOGY_CHECKS, *checks.READING_CHECKS):
-        assert f'"{check.__name__}", {"HURTS"}' in source or f'"{check.__name__}", NOTE' in source

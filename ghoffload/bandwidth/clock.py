@@ -42,11 +42,14 @@ class DeviceClock:
         self.machine = machine
         self.index = int(machine.device.index)
         self.exposed = 0
-        self.main, self._second = machine.h2d, machine.d2h[0]
+        main, second = machine.h2d, machine.d2h[0]
+        assert isinstance(main, CudaStream)
+        assert isinstance(second, CudaStream)
+        self.main, self._second = main, second
         self._start = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
         self._joined = torch.cuda.Event()
-        l2_bytes = torch.cuda.get_device_properties(machine.device).L2_cache_size
+        l2_bytes = int(torch.cuda.get_device_properties(machine.device).L2_cache_size)
         self._flush = machine.empty((max(2 * l2_bytes, 1 << 20),), torch.uint8)
         machine.synchronize_all()
 

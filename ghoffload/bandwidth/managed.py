@@ -125,7 +125,10 @@ def system(bench: Bench, driver: Driver) -> Iterator[Row]:
     nbytes = bench.plan.managed_bytes
     arena = HostArena(2 * nbytes, machine=None, owner="ghoffload bandwidth", pin=False)
     try:
-        driver.stay_on_host(arena.address, 2 * nbytes)
+        try:
+            driver.stay_on_host(arena.address, 2 * nbytes)
+        except RuntimeError:
+            pass  # then it is where the system leaves it, which is what a user would see, too
         yield from by_kernel(bench, (arena.address, arena.address + nbytes), nbytes, "system")
     finally:
         bench.clock.machine.synchronize_all()

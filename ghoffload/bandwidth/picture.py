@@ -26,13 +26,9 @@ def draw(path: Path, results: Results) -> None:
     with mpl.rc_context(_STYLE):
         # A Figure of its own, not pyplot: no window system is asked for, whatever the backend.
         figure = Figure(figsize=INCHES, dpi=DPI, layout="constrained")
-        machine = results.environment.get("gpu") or "host memory"
-        figure.suptitle(
-            f"{machine}, {results.environment.get('date', '')}",
-            fontweight="bold",
-            x=0.01,
-            ha="left",
-        )
+        about = results.environment
+        title = f"{about.get('gpu') or 'host memory'}, {about.get('date', '')}"
+        figure.suptitle(title, fontweight="bold", x=0.01, ha="left")
         if results.select(what="copy"):
             left, right = figure.subplots(1, 2)
             _by_size(left, results)
@@ -75,6 +71,8 @@ def _by_threads(axes: Any, results: Results) -> None:
         rows = results.select(what="host", direction=name)
         axes.plot([r.threads for r in rows], [r.value for r in rows], marker="o", label=name)
     _finish(axes, "host memory", "threads")
+    ticks = sorted({row.threads for row in results.select(what="host")})
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
 
 
 def _finish(axes: Any, title: str, unit: str) -> None:

@@ -66,14 +66,13 @@ def make_plan(
     sizes = tuple(size for size in COPY_SIZES if size < largest)
     if quick:
         sizes = tuple(size for size in (4 * KB, 256 * KB, 4 * MB, 64 * MB) if size < largest)
-    managed = min(
-        512 * MB, _power_of_two(hbm_total // 4) // 2, host_room, 128 * MB if quick else GB
-    )
+    # Two buffers: half of what all of it may be.
+    managed_room = min(GB, _power_of_two(hbm_total // 4)) // 2
     return Plan(
         sizes=(*sizes, largest),
         blocks=(2, 8, 32) if quick else BLOCKS,
         kernel_bytes=min(largest, 64 * MB if quick else 256 * MB),
-        managed_bytes=min(managed, 64 * MB if quick else 256 * MB),
+        managed_bytes=min(managed_room, host_room, 64 * MB if quick else 256 * MB),
         hbm_bytes=largest,
         host_bytes=max(MB, min(host_room, 128 * MB if quick else 512 * MB)),
         threads=_thread_counts(cpus, quick),

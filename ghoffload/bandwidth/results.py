@@ -48,9 +48,9 @@ class Row:
     samples: int
 
 
-def rate(seconds: Sequence[float], nbytes: int, **keys: Any) -> Row:
-    """A row in GB/s from how long ``nbytes`` (all that was moved) took in each sample."""
-    return _row([nbytes / s / 1e9 for s in seconds], GB_PER_S, keys)
+def rate(seconds: Sequence[float], moved: int, **keys: Any) -> Row:
+    """A row in GB/s from how long ``moved`` bytes, all of a sample's, took in each sample."""
+    return _row([moved / s / 1e9 for s in seconds], GB_PER_S, keys)
 
 
 def latency(seconds: Sequence[float], **keys: Any) -> Row:

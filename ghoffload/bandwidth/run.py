@@ -36,9 +36,15 @@ class Runner:
     def group(self, name: str, rows: Iterator[Row]) -> None:
         """Take a group's rows; an error ends the group and is kept as a failure."""
         self._say(name)
-        try:
+        with self.kept_going(name):
             for row in rows:
                 self.results.rows.append(row)
+
+    @contextmanager
+    def kept_going(self, name: str) -> Iterator[None]:
+        """An error within becomes a failure of ``name``: what was measured is not lost with it."""
+        try:
+            yield
         except (RuntimeError, OSError, ValueError, MemoryError) as error:
             self.results.failures.append(f"{name}: {' '.join(str(error).split())}")
 
@@ -70,7 +76,8 @@ def measure(*, quick: bool, device: int | None, say: Say) -> Results:
     bandwidth_host.prepare()
     runner.group("host memory", host.measure(plan))
     if device is not None:
-        _measure_device(runner, plan, device)
+        with runner.kept_going("the device"):
+            _measure_device(runner, plan, device)
     runner.results.seconds = round(time.perf_counter() - start, 1)
     return runner.results
 

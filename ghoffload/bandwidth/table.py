@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich.table import Table
 
@@ -43,14 +43,14 @@ def figure(value: float) -> str:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="")
+    table = Table(title=title, title_justify="left", title_style="bold", min_width=len(title))
     for k, column in enumerate(columns):
         table.add_column(column, justify="left" if k == 0 else "right")
     return table
 
 
 def _pivot(
-    table: Table, names: Sequence[str], rows: Iterable[Row], label: str, column: str
+    table: Table, names: Sequence[str], rows: Sequence[Row], label: str, column: str
 ) -> None:
     """A line for each value of ``label``, in order, with a cell for each name of ``column``."""
     lines: dict[object, dict[object, str]] = {}

@@ -103,7 +103,7 @@ _allowed: set[int] = set()  # devices where move_bulk may use its shared memory
 
 
 def _launch_bulk(parameters: tuple[Any, ...], blocks: int, device: int, stream: int) -> None:
-    # Not cuda.launch: more than 48 KB of shared memory has to be asked for once and given each time.
+    # Not cuda.launch: more than 48 KB of shared memory is asked for once and given each time.
     loaded = cuda._loaded_device(device)
     driver = loaded.driver
     function = loaded.function(SOURCE, "move_bulk")

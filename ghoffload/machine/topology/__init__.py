@@ -1,7 +1,7 @@
 """Topology: what this machine offers, read from the system. Never from a device's name.
 
-``probe()`` reads it all, once, into a frozen ``Topology``. Everything comes through a ``Reader``, so
-that tests can make machines up, and nothing raises: a probe that fails knows less, no more.
+``probe()`` reads it all, once, into a frozen ``Topology``. Everything comes through a ``Reader``,
+so that tests can make machines up, and nothing raises: a probe that fails knows less, no more.
 """
 
 from __future__ import annotations

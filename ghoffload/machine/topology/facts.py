@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ghoffload.machine.topology.evidence import GpuEvidence
@@ -243,7 +243,7 @@ class Topology:
     driver_cuda: tuple[int, int] | None = None
     gpus: tuple[Gpu, ...] = ()
     host: Host = Host()
-    evidence: GpuEvidence = GpuEvidence()
+    evidence: GpuEvidence = field(default_factory=GpuEvidence)
     unasked: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ghoffload.machine.topology.facts import Capabilities, Gpu, Host, Link
 from ghoffload.machine.topology.files import integer, read_text
-from ghoffload.machine.topology.reader import Cuda, Reader
+from ghoffload.machine.topology.reader import Reader
 
 _C2C_LINK_COUNT, _C2C_LINK_STATUS, _C2C_LINK_MEGABYTES = 170, 171, 172  # NVML_FI_DEV_C2C_...
 _CORRECTED, _UNCORRECTED = 0, 1  # NVML_MEMORY_ERROR_TYPE_...

@@ -1,4 +1,4 @@
-"""The one door through which a probe looks at the machine. Tests put their own machine behind it."""
+"""The one door through which a probe looks at the machine; tests put their own behind it."""
 
 from __future__ import annotations
 
