@@ -102,7 +102,13 @@ def test_a_plan_fits(host: int, hbm: int, share: float, cpus: int, quick: bool) 
 
 
 def test_small_copies_come_in_rows() -> None:
-    assert [calls_in_a_sample(n) for n in (4 * KB, 4 * MB, 16 * MB, 64 * MB, GB)] == [16, 16, 4, 1, 1]
+    assert [calls_in_a_sample(n) for n in (4 * KB, 4 * MB, 16 * MB, 64 * MB, GB)] == [
+        16,
+        16,
+        4,
+        1,
+        1,
+    ]
 
 
 # --- figures ---
@@ -172,7 +178,7 @@ def test_rows_are_found_by_what_they_are_of(results: Results) -> None:
     assert longest is not None
     assert (top.blocks, fewest.blocks, longest.nbytes) == (32, 2, GB)
     assert best([]) is fewest_blocks([]) is largest([]) is None
-    with pytest.raises(ValueError, match="expected one of what, memory, .*, got 'kind'"):
+    with pytest.raises(ValueError, match=r"expected one of what, memory, .*, got 'kind'"):
         results.select(kind="pinned")
 
 
@@ -190,7 +196,9 @@ def test_the_profile_says_what_and_how_and_when(results: Results) -> None:
     for name in values:
         assert profile[name]["date"] == "2026-11-30"
         assert profile[name]["how"]
-        assert profile[name]["unit"] == ("us" if name.split("_")[0] in ("launch", "copy") else "GB/s")
+        assert profile[name]["unit"] == (
+            "us" if name.split("_")[0] in ("launch", "copy") else "GB/s"
+        )
     assert profile["h2d_kernel"]["blocks"] == 2
     assert profile["h2d_kernel"]["how"].startswith("bulk-copy kernel, pinned memory")
     assert "16 CPU threads" in profile["host_read_write"]["how"]

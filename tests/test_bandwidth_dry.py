@@ -6,22 +6,26 @@ come out as the rate that went in.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import ghoffload.bandwidth as command
 from ghoffload.bandwidth import clock, managed, run
 from ghoffload.bandwidth.plan import GB, MB
 from ghoffload.bandwidth.results import Results
 from ghoffload.kernels import bandwidth, cuda
 from ghoffload.machine.cuda import CudaMachine, CudaStream
 
-ENGINE, WORDS, BULK, HBM, LAUNCH = 50e9, 40e9, 45e9, 4e12, 2e-6
+ENGINE, BACK, WORDS, BULK, HBM, LAUNCH = 50e9, 25e9, 40e9, 45e9, 4e12, 2e-6
 
 
 class FakeStream:
@@ -71,11 +75,14 @@ class FakeMachine:
         self.pins = True
         self.registered: set[int] = set()
         self.held = 0
+        self.hbm: set[int] = set()
         self.clock = 0.0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         self.held += 1
-        return torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype)
+        self.hbm.add(tensor.untyped_storage().data_ptr())
+        return tensor
 
     def free(self, tensor: Tensor) -> None:
         self.held -= 1
@@ -92,7 +99,8 @@ class FakeMachine:
 
     def copy(self, destination: Tensor, source: Tensor, *, stream: CudaStream) -> None:
         assert destination.nbytes == source.nbytes
-        self.busy(stream.handle, destination.nbytes / ENGINE)
+        inwards = destination.untyped_storage().data_ptr() in self.hbm
+        self.busy(stream.handle, destination.nbytes / (ENGINE if inwards else BACK))
 
     def busy(self, handle: int, seconds: float) -> None:
         self.streams[handle].time += seconds
@@ -188,10 +196,10 @@ def test_every_figure_is_the_rate_that_went_in(machine: FakeMachine) -> None:
         bulk = values(results, memory=memory, by="bulk")
         assert words == {"h2d": {40.0}, "d2h": {40.0}, "both": {80.0}}
         assert bulk == {"h2d": {45.0}, "d2h": {45.0}, "both": {90.0}}
-    # Two streams at once, so both directions take as long as one.
+    # Two streams at once, so both directions take as long as the slower one.
     engine = values(results, what="copy", memory="pinned", by="engine")
-    assert engine == {"h2d": {50.0}, "d2h": {50.0}, "both": {100.0}}
-    assert values(results, memory="pageable") == {"h2d": {50.0}, "d2h": {50.0}}
+    assert engine == {"h2d": {50.0}, "d2h": {25.0}, "both": {50.0}}
+    assert values(results, memory="pageable") == {"h2d": {50.0}, "d2h": {25.0}}
     assert results.select(memory="managed", by="engine") == []
     assert values(results, what="prefetch") == {"h2d": {40.0}, "d2h": {10.0}}
     assert values(results, what="hbm", by="words") == {"read": {4000.0}, "copy": {80.0}}
@@ -199,7 +207,7 @@ def test_every_figure_is_the_rate_that_went_in(machine: FakeMachine) -> None:
     launches = {row.by: row.value for row in results.select(what="latency", direction="launch")}
     assert launches == pytest.approx({"call": 2.0, "device": 2.0, "round trip": 2.0})
     copies = {row.by: row.value for row in results.select(what="latency", direction="d2h")}
-    one = 4096 / ENGINE * 1e6
+    one = 4096 / BACK * 1e6
     assert copies == pytest.approx({"call": one, "device": one, "round trip": one})
 
 
@@ -256,6 +264,41 @@ def test_a_failure_loses_no_figure(machine: FakeMachine, monkeypatch: pytest.Mon
     ]
     assert results.select(memory="pinned", by="words")
     assert results.select(memory="pageable")
+
+
+def test_the_command_writes_what_it_measured(
+    machine: FakeMachine,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    names = ("figures.json", "machine.toml", "link.png")
+    json_path, profile_path, plot_path = (tmp_path / name for name in names)
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    words = f"--quick --json {json_path} --save-profile {profile_path} --plot {plot_path}"
+    assert command.main(parser.parse_args(words.split())) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert "made up" in printed.out
+    assert "managed memory, prefetch (GB/s)" in printed.out
+    assert "Only host memory" not in printed.out
+    found = json.loads(json_path.read_text())
+    assert found["environment"]["gpu"] == "made up"
+    assert len(found["rows"]) > 60
+    assert "value = 50.0" in profile_path.read_text()
+    assert plot_path.read_bytes().startswith(b"\x89PNG")
+
+    def refuse(*arguments: object) -> None:
+        raise RuntimeError("launch of move_bulk failed")
+
+    monkeypatch.setattr(bandwidth, "_launch_bulk", refuse)
+    assert command.main(parser.parse_args(["--quick"])) == 1
+    expected = "ghoffload bandwidth: managed memory: launch of move_bulk failed"
+    assert expected in capsys.readouterr().err
 
 
 # --- the driver's signatures ---

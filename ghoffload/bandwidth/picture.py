@@ -84,4 +84,4 @@ def _finish(axes: Any, title: str, unit: str) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     if axes.lines:
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="lower right")  # the curves rise

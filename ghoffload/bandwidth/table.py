@@ -74,7 +74,7 @@ def _copies(title: str, rows: Sequence[Row]) -> Table:
 
 
 def _hbm(rows: Sequence[Row]) -> Table:
-    table = _table("HBM (GB/s, read + write)", "pass", "size", "rate")
+    table = _table("HBM (GB/s; copies count read and write)", "pass", "size", "rate")
     for row in rows:
         by = {"words": "load/store kernel", "driver": "driver's copy"}[row.by]
         table.add_row(f"{row.direction}, {by}", size(row.nbytes), figure(row.value))
