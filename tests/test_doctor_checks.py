@@ -280,6 +280,11 @@ def test_process_far_from_gpu(tmp_path: Path) -> None:
         assert found(x86(tmp_path, files=status), "process_far_from_gpu") is None
 
 
+def test_a_node_without_cpus_cannot_be_bound_to(tmp_path: Path) -> None:
+    made = gh200(tmp_path, chip={"HostNumaId": 1})
+    assert found(made, "process_far_from_gpu") is None
+
+
 def test_gb200_processes_far_from_some_gpus(tmp_path: Path) -> None:
     made = gb200(tmp_path, files=allowed("72-143", "1"))
     what = some(made, "process_far_from_gpu", HURTS)

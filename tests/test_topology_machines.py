@@ -347,6 +347,26 @@ def test_x86_with_and_without_hmm(tmp_path: Path, attributes: dict, expected: bo
     assert gpu.near_node == 1  # the bus knows where CUDA says -1
 
 
+@pytest.mark.parametrize(
+    ("chip", "told"),
+    [
+        (ATS, {C2C_COUNT: None, "AddressingMode": 0}),
+        ({}, {C2C_COUNT: None, "AddressingMode": 2}),
+        ({}, {C2C_COUNT: 5, "AddressingMode": 0}),
+    ],
+)
+def test_each_sign_of_c2c_counts(tmp_path: Path, chip: dict, told: dict) -> None:
+    chip = {**dict.fromkeys(ATS), **chip}
+    assert probe(gh200(tmp_path, chip=chip, telemetry=told)).gpus[0].link.kind == "c2c"
+
+
+def test_one_node_with_cpus_is_the_nearest(tmp_path: Path) -> None:
+    made = gh200(tmp_path, chip={"HostNumaId": -1})
+    assert probe(made).gpus[0].near_node == 0
+    bus = {"sys/bus/pci/devices/0000:1b:00.0/numa_node": "-1\n"}
+    assert probe(x86(tmp_path / "x", files=bus)).gpus[0].near_node is None
+
+
 def test_nothing_follows_from_a_name(tmp_path: Path) -> None:
     one = probe(x86(tmp_path, chip={"name": "NVIDIA GH200 480GB"})).gpus[0]
     other = probe(x86(tmp_path, chip={"name": "?"})).gpus[0]
@@ -473,4 +493,4 @@ def test_this_gpu() -> None:
     assert gpu.capabilities.concurrent_managed_access is not None
     assert gpu.link.kind in ("pcie", "c2c")
     assert found.driver_cuda is not None
-    assert found.unasked == ()
+    assert not [name for name in found.unasked if name.startswith("CUDA")]
