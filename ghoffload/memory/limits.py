@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ghoffload.machine.topology import cgroup_directories, read_text
+from ghoffload.machine.topology.files import cgroup_memory, fields
 
 _PROC_MEMINFO = "proc/meminfo"
 
@@ -26,22 +26,7 @@ def cgroup_available_bytes(root: Path = Path("/")) -> int | None:
     Args:
         root: the file system to read, for tests.
     """
-    available = None
-    for directory in cgroup_directories("memory", root):
-        for limit_name, usage_name, prefix in (
-            ("memory.max", "memory.current", ""),  # v2
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),  # v1
-        ):
-            limit = _integer(directory / limit_name)
-            usage = _integer(directory / usage_name)
-            # Without a limit, v2 says "max" and v1 the largest multiple of a page.
-            if limit is None or usage is None or limit >= 2**62:
-                continue
-            stat = _fields(directory / "memory.stat")
-            cache = sum(stat.get(f"{prefix}{name}_file", 0) for name in ("active", "inactive"))
-            room = max(0, min(limit, limit - usage + cache))
-            available = room if available is None else min(available, room)
-    return available
+    return cgroup_memory(root)[1]
 
 
 def available_host_bytes(root: Path = Path("/")) -> int | None:
@@ -54,7 +39,7 @@ def available_host_bytes(root: Path = Path("/")) -> int | None:
         root: the file system to read, for tests.
     """
     figures = [cgroup_available_bytes(root)]
-    kilobytes = _fields(root / _PROC_MEMINFO).get("MemAvailable:")
+    kilobytes = fields(root / _PROC_MEMINFO).get("MemAvailable")
     if kilobytes is not None:
         figures.append(kilobytes * 1024)
     elif not (root / _PROC_MEMINFO).exists() and root == Path("/"):
@@ -79,14 +64,3 @@ def _psutil_available() -> int | None:
         return int(psutil.virtual_memory().available)
     except Exception:  # a figure for a report is not worth a crash
         return None
-
-
-def _integer(path: Path) -> int | None:
-    text = read_text(path)
-    return int(text) if text is not None and text.strip().isdigit() else None
-
-
-def _fields(path: Path) -> dict[str, int]:
-    """``name value ...`` lines as a dict; lines of any other form are left out."""
-    rows = (line.split() for line in (read_text(path) or "").splitlines())
-    return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}

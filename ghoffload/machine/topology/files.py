@@ -62,6 +62,29 @@ def cgroup_directories(controller: str, root: Path = ROOT) -> list[Path]:
     return list(found)
 
 
+def cgroup_memory(root: Path = ROOT) -> tuple[int | None, int | None]:
+    """The tightest memory limit of this process's cgroups and the least room below any, in bytes.
+
+    ``None`` each where there is no limit. Page cache of files counts as room: the kernel gives it
+    up first.
+    """
+    limits, rooms = [], []
+    for directory in cgroup_directories("memory", root):
+        for limit_name, usage_name, prefix in (
+            ("memory.max", "memory.current", ""),  # v2
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),  # v1
+        ):
+            limit, usage = integer(directory / limit_name), integer(directory / usage_name)
+            # Without a limit, v2 says "max" and v1 the largest multiple of a page.
+            if limit is None or usage is None or limit >= 2**62:
+                continue
+            stat = fields(directory / "memory.stat")
+            cache = sum(stat.get(f"{prefix}{name}_file", 0) for name in ("active", "inactive"))
+            limits.append(limit)
+            rooms.append(max(0, min(limit, limit - usage + cache)))
+    return min(limits, default=None), min(rooms, default=None)
+
+
 def cpu_count(root: Path = ROOT, affinity: int | None = None) -> int:
     """CPUs this process may use: its affinity, and no more than its cgroup's quota pays for.
 

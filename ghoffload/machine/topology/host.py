@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ghoffload.machine.topology.facts import Host, Limits, Node
 from ghoffload.machine.topology.files import (
-    cgroup_directories,
+    cgroup_memory,
     cpu_count,
     fields,
     huge_page_size,
@@ -68,7 +68,7 @@ def _nodes(directory: Path) -> tuple[Node, ...]:
 def _limits(root: Path) -> Limits:
     memory = fields(root / "proc/meminfo")
     total, available = memory.get("MemTotal"), memory.get("MemAvailable")
-    limit, room = _cgroup_memory(root)
+    limit, room = cgroup_memory(root)
     locked = re.search(
         r"^Max locked memory\s+(\d+)\s", read_text(root / "proc/self/limits") or "", re.MULTILINE
     )
@@ -79,25 +79,6 @@ def _limits(root: Path) -> Limits:
         cgroup_available_bytes=room,
         memlock_bytes=int(locked[1]) if locked else None,
     )
-
-
-def _cgroup_memory(root: Path) -> tuple[int | None, int | None]:
-    """The tightest limit and the least room below any; page cache counts as room."""
-    limits, rooms = [], []
-    for directory in cgroup_directories("memory", root):
-        for limit_name, usage_name, prefix in (
-            ("memory.max", "memory.current", ""),  # v2
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),  # v1
-        ):
-            limit, usage = integer(directory / limit_name), integer(directory / usage_name)
-            # Without a limit, v2 says "max" and v1 the largest multiple of a page.
-            if limit is None or usage is None or limit >= 2**62:
-                continue
-            stat = fields(directory / "memory.stat")
-            cache = sum(stat.get(f"{prefix}{name}_file", 0) for name in ("active", "inactive"))
-            limits.append(limit)
-            rooms.append(max(0, min(limit, limit - usage + cache)))
-    return min(limits, default=None), min(rooms, default=None)
 
 
 def _lines(path: Path) -> dict[str, str]:
