@@ -15,7 +15,7 @@ ENVIRONMENT_PREFIX = "GHOFFLOAD_"
 
 StepDevice = Literal["auto", "cuda", "cpu"]
 MemoryKind = Literal["auto", "pinned", "device"]
-Transfer = Literal["auto", "copy_engine"]
+Transfer = Literal["auto", "copy_engine", "kernel"]
 Master = Literal["auto", "fp32", "none"]
 Moments = Literal["fp32"]
 Overlap = Literal["step"]
@@ -54,7 +54,9 @@ class OffloadConfig:
             and the CPU for parameters on the CPU. With ``"cpu"`` ``step()`` waits for the host.
         memory_kind: how host state is allocated. ``"auto"`` is ``"pinned"``; ``"device"`` keeps all
             state in HBM.
-        transfer: how host state crosses the link. ``"auto"`` is ``"copy_engine"``.
+        transfer: how host state crosses the link. ``"copy_engine"`` (``"auto"``) copies it through
+            staging buffers; with ``"kernel"`` the update reads and writes pinned memory where it
+            lies, which needs no staging buffer.
         master: ``"fp32"`` keeps an fp32 master of bf16 and fp16 parameters on the host
             (``"auto"`` does), ``"none"`` updates the parameter in its own dtype. fp32 parameters
             are their own master either way.

@@ -103,6 +103,8 @@ def test_the_virtual_machine(
         {"hbm_state_bytes": 15_000},
         {"min_offload_bytes": 2_000},
         {"pin_memory": False},
+        {"transfer": "kernel"},
+        {"transfer": "kernel", "hbm_state_bytes": 15_000},
     ],
     ids=str,
 )

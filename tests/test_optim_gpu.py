@@ -55,6 +55,8 @@ def test_hbm_resident_and_mixed_state_give_the_same_bits() -> None:
     expected = synthetic("cpu", {})
     for config in (
         {"memory_kind": "device"},
+        {"transfer": "kernel", "bucket_bytes": 16384},
+        {"transfer": "kernel", "hbm_state_bytes": 200_000},
         {"hbm_state_bytes": 200_000, "bucket_bytes": 16384},
         {"min_offload_bytes": 5_000, "bucket_bytes": 16384},
         {"pin_memory": False, "bucket_bytes": 16384},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 import torch
 from optim_tools import CPU, PAIRS, Place, everywhere, parameters, set_grads, snapshot, train
 
+import ghoffload
 from ghoffload import InterruptedStepError, OffloadAdam, OffloadAdamW
 from ghoffload.machine import Launch, active_machine
+from ghoffload.memory import ledger
 
 KINDS = pytest.mark.parametrize("kind", [pair[0] for pair in PAIRS])
 
@@ -212,3 +215,26 @@ def test_step_device_needs_a_gpu() -> None:
         OffloadAdamW(parameters((3,)), config={"step_device": "cuda"})
     with pytest.raises(ValueError, match="keep state in HBM"):
         OffloadAdam(parameters((3,)), config={"memory_kind": "device"})
+
+
+@pytest.mark.parametrize("options", [{"step_device": "cpu"}, {"pin_memory": False}], ids=str)
+def test_kernels_reach_pinned_memory_alone(options: dict[str, Any]) -> None:
+    with ghoffload.use_machine("virtual"), pytest.raises(ValueError, match="transfer='kernel'"):
+        OffloadAdamW(parameters((3,)), config={"transfer": "kernel"} | options)
+
+
+@pytest.mark.filterwarnings("ignore::ghoffload.errors.PinWarning")
+def test_a_refused_pin_is_no_memory_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = ledger.rows()
+    with ghoffload.use_machine("virtual") as machine:
+        register = machine.register_host
+
+        def refuse(address: int, nbytes: int, *, pin: bool) -> bool:
+            register(address, nbytes, pin=pin)
+            return False
+
+        monkeypatch.setattr(machine, "register_host", refuse)
+        with pytest.raises(RuntimeError, match="pinning it was refused"):
+            OffloadAdamW(parameters((3,)), config={"transfer": "kernel"})
+        gc.collect()
+    assert ledger.rows() == before

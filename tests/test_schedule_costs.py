@@ -43,7 +43,8 @@ def test_the_state_moves_once_each_way(dtype: torch.dtype, state_bytes: int) -> 
     assert machine.traffic.launches == 1 + -(-count // bucket)
 
 
-def test_state_that_stays_in_hbm_moves_not_at_all() -> None:
-    machine = one_step([nn.Parameter(torch.ones(MIB))], memory_kind="device")
+@pytest.mark.parametrize("option", [{"memory_kind": "device"}, {"transfer": "kernel"}], ids=str)
+def test_state_that_stays_where_it_is_is_not_copied(option: dict[str, object]) -> None:
+    machine = one_step([nn.Parameter(torch.ones(MIB))], **option)
     assert machine.traffic.copies == 0
     assert machine.traffic.launches == 2

@@ -141,7 +141,7 @@ def two_streams(machine: VirtualMachine, config: Mapping[str, Any]) -> None:
                 optimizer.zero_grad()
                 model(inputs).square().mean().backward()
                 optimizer.step()
-        optimizer.state_dict()
+        result(optimizer, [])
 
 
 def everything(machine: VirtualMachine, step_device: str) -> None:
@@ -151,3 +151,4 @@ def everything(machine: VirtualMachine, step_device: str) -> None:
     two_streams(machine, {"bucket_bytes": 16384, "step_device": step_device})
     if step_device == "cuda":
         two_streams(machine, {"memory_kind": "device"})
+        two_streams(machine, {"transfer": "kernel"})

@@ -133,6 +133,7 @@ def _streamed(machine: Machine) -> str:
                 {"bucket_bytes": 16384, "staging_buffers": 2},
                 {"bucket_bytes": 1 << 20},
                 {"memory_kind": "device"},
+                {"transfer": "kernel", "bucket_bytes": 16384},
                 {"bucket_bytes": 65536, "step_device": "cpu"},
             )
             for config in configs:

@@ -272,7 +272,10 @@ def _check_update(
     _check_scalars(scalars, table.scalar_rows)
     table.check_tensors("weights", weights)
     table.check_tensors("grads", grads)
-    common_device(scalars=[scalars], weights=weights, grads=grads, state=list(state.values()))
+    device = common_device(scalars=[scalars], weights=weights, grads=grads)
+    for name, array in state.items():
+        if array.device not in (device, torch.device("cpu")):  # a GPU reaches pinned host memory
+            raise ValueError(f"{name} expects {device} or host memory, got {array.device}")
 
 
 def _update_on_host(

@@ -62,7 +62,10 @@ class Engine:
             )
         else:
             self._stepper = StreamedStep(
-                machine, staging_buffers=config.staging_buffers, owner=owner
+                machine,
+                staging_buffers=config.staging_buffers,
+                in_place=config.transfer == "kernel",
+                owner=owner,
             )
 
     @property
@@ -114,6 +117,11 @@ class Engine:
             owner=self.owner,
         )
         try:
+            if config.transfer == "kernel" and section.host_bytes and not section.pinned:
+                raise RuntimeError(
+                    "transfer='kernel' expects host state in pinned memory, and pinning it was "
+                    "refused; raise the limit, or use transfer='copy_engine'"
+                )
             self._stepper.reserve([*self._buckets(), *section.buckets])
         except BaseException:
             section.close()
@@ -208,6 +216,12 @@ def _check(machine: Machine | None, config: OffloadConfig, on_host: bool) -> Non
         raise ValueError(
             "step_device='cuda' expects parameters in HBM, got parameters on the CPU; move the "
             "model to the GPU first, or use step_device='auto'"
+        )
+    if config.transfer == "kernel" and (on_host or not config.pin_memory):
+        raise ValueError(
+            "transfer='kernel' lets the GPU update pinned host state where it lies; it expects "
+            f"parameters in HBM, a step there and pin_memory=True, got step_device="
+            f"{config.step_device!r} and pin_memory={config.pin_memory}"
         )
     resident = config.memory_kind == "device" or config.hbm_state_bytes or config.min_offload_bytes
     if on_host and resident:

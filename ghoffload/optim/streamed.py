@@ -1,4 +1,4 @@
-"""The update in HBM, host state streamed through staging buffers.
+"""The update in HBM: host state streamed through staging buffers, or updated where it lies.
 
 Note [the life of a parameter]
     weight in HBM  ->  gradient ready after backward  ->  at ``step()`` its bucket's host state is
@@ -7,6 +7,9 @@ Note [the life of a parameter]
     weight into the parameter and the new state into the staging buffer  ->  the state is written
     back on the d2h pair, in paced chunks  ->  the next forward needs only the weight, which the
     compute stream itself has written.
+
+    With ``transfer="kernel"`` nothing is copied: the kernel reads and writes the bucket's host state
+    over the link, and whoever reads state on the host waits for the update instead.
 
 Note [why one wait a direction is enough]
     A bucket always uses the same staging buffer and all write-backs form one total order. So when
@@ -28,11 +31,17 @@ from ghoffload.transfer import Reload, Staging, WriteBack, chunked
 
 
 class StreamedStep:
-    """Steps buckets in HBM; queues everything and never waits on the host."""
+    """Steps buckets in HBM; queues everything and never waits on the host.
 
-    def __init__(self, machine: Machine, *, staging_buffers: int, owner: str) -> None:
+    Args:
+        in_place: kernels read and write host state over the link; nothing is copied.
+    """
+
+    def __init__(
+        self, machine: Machine, *, staging_buffers: int, in_place: bool, owner: str
+    ) -> None:
         self._machine, self._owner = machine, owner
-        self._staging_buffers = staging_buffers
+        self._staging_buffers, self._in_place = staging_buffers, in_place
         self._staging: Staging | None = None
         self._reload, self._write_back = Reload(machine), WriteBack(machine)
         self._updated = machine.event("last update")
@@ -44,7 +53,7 @@ class StreamedStep:
 
     def reserve(self, buckets: Sequence[LiveBucket]) -> None:
         """Make staging buffers for ``buckets`` (all of the optimizer's) and place each in one."""
-        moving = [bucket for bucket in buckets if not bucket.resident]
+        moving = [bucket for bucket in buckets if self._moves(bucket)]
         # Whatever was queued for the sections so far (zeroing HBM) comes before the next update.
         compute = self._machine.current_stream()
         self._machine.wait(compute, self._updated, label="update waits for the one before")
@@ -67,6 +76,9 @@ class StreamedStep:
         for bucket in moving:
             if not bucket.staged:
                 self._place(bucket)
+
+    def _moves(self, bucket: LiveBucket) -> bool:
+        return not (bucket.resident or self._in_place)
 
     def _place(self, bucket: LiveBucket) -> None:
         assert self._staging is not None
@@ -91,7 +103,7 @@ class StreamedStep:
                     job.bucket.table(job.active),
                     weights=job.weights,
                     grads=job.grads,
-                    state=job.bucket.host if job.bucket.resident else job.bucket.staged,
+                    state=job.bucket.staged if self._moves(job.bucket) else job.bucket.host,
                     scalars=job.bucket.section.scalars,
                 ),
             )
@@ -105,10 +117,10 @@ class StreamedStep:
         for prepare in prepares:
             machine.launch(prepare, stream=compute)
         for bucket, launch in updates:
-            if bucket.resident:
-                machine.launch(launch, stream=compute)
-            else:
+            if self._moves(bucket):
                 self._stream(bucket, launch, compute)
+            else:
+                machine.launch(launch, stream=compute)
         machine.record(self._updated, compute)
 
     def _stream(self, bucket: LiveBucket, launch: Launch, compute: Stream) -> None:
@@ -134,6 +146,9 @@ class StreamedStep:
         What stays in HBM (counters, resident state) is then in order for the current stream.
         """
         self._write_back.drain(label="reading state waits for the write-back")
+        if self._in_place:
+            label = "reading state waits for the update in place"
+            self._machine.synchronize(self._updated, label=label)
         compute = self._machine.current_stream()
         self._machine.wait(compute, self._updated, label="reading state waits for the update")
 
