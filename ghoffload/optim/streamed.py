@@ -8,8 +8,8 @@ Note [the life of a parameter]
     back on the d2h pair, in paced chunks  ->  the next forward needs only the weight, which the
     compute stream itself has written.
 
-    With ``transfer="kernel"`` nothing is copied: the kernel reads and writes the bucket's host state
-    over the link, and whoever reads state on the host waits for the update instead.
+    With ``transfer="kernel"`` nothing is copied: the kernel reads and writes the bucket's host
+    state over the link, and whoever reads state on the host waits for the update instead.
 
 Note [why one wait a direction is enough]
     A bucket always uses the same staging buffer and all write-backs form one total order. So when
