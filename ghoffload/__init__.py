@@ -22,13 +22,16 @@ if TYPE_CHECKING:
     )
     from ghoffload.machine import use_machine
     from ghoffload.machine.virtual import VirtualMachine
+    from ghoffload.memory import TensorManager, memory_summary
     from ghoffload.optim import OffloadAdam, OffloadAdamW
 
 _HOMES = {
     "OffloadAdam": "ghoffload.optim",
     "OffloadAdamW": "ghoffload.optim",
     "OffloadConfig": "ghoffload.config",
+    "TensorManager": "ghoffload.memory",
     "VirtualMachine": "ghoffload.machine.virtual",
+    "memory_summary": "ghoffload.memory",
     "use_machine": "ghoffload.machine",
     "GhoffloadError": "ghoffload.errors",
     "InterruptedStepError": "ghoffload.errors",
@@ -46,8 +49,10 @@ __all__ = [
     "OffloadAdamW",
     "OffloadConfig",
     "OrderingError",
+    "TensorManager",
     "VirtualMachine",
     "__version__",
+    "memory_summary",
     "use_machine",
 ]
 

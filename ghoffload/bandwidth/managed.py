@@ -1,81 +1,18 @@
-"""Managed memory, and pageable memory that the device reaches by itself ("system").
-
-cuda-bindings 12.9 and 13 differ in the signatures of advice and prefetch. This is the one place
-that knows: 12.9 has those with a location under the names with ``_v2``, 13 has no others.
-"""
+"""Managed memory, and pageable memory that the device reaches by itself ("system")."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from ghoffload.bandwidth.link import Bench, by_kernel
 from ghoffload.bandwidth.results import Row, rate
 from ghoffload.kernels import pool
 from ghoffload.machine.cuda import CudaStream
+from ghoffload.machine.managed import Driver
 from ghoffload.memory import HostArena
 
-_ATTACH_GLOBAL = 1  # CU_MEM_ATTACH_GLOBAL
 _TOUCH_BYTES = 16 << 20
-
-
-class Driver:
-    """The driver's calls on managed memory, for one device whose context is current.
-
-    Args:
-        index: of the device.
-    """
-
-    def __init__(self, index: int) -> None:
-        from cuda.bindings import driver
-
-        self._driver = driver
-        self._advise = getattr(driver, "cuMemAdvise_v2", None) or driver.cuMemAdvise
-        self._prefetch = getattr(driver, "cuMemPrefetchAsync_v2", None) or driver.cuMemPrefetchAsync
-        kinds = driver.CUmemLocationType
-        self._here = self._location(kinds.CU_MEM_LOCATION_TYPE_DEVICE, index)
-        self._host = self._location(kinds.CU_MEM_LOCATION_TYPE_HOST, 0)
-        self._device = self._call("finding the device", driver.cuDeviceGet(index))
-
-    def attribute(self, name: str) -> int:
-        """``CU_DEVICE_ATTRIBUTE_<name>``."""
-        attribute = getattr(self._driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        asked = self._driver.cuDeviceGetAttribute(attribute, self._device)
-        return int(self._call(f"asking for {name}", asked))
-
-    def allocate(self, nbytes: int) -> int:
-        """The address of fresh managed memory."""
-        allocated = self._driver.cuMemAllocManaged(nbytes, _ATTACH_GLOBAL)
-        return int(self._call(f"allocating {nbytes:,} bytes of managed memory", allocated))
-
-    def free(self, address: int) -> None:
-        """Give it back."""
-        self._call("freeing managed memory", self._driver.cuMemFree(address))
-
-    def stay_on_host(self, address: int, nbytes: int) -> None:
-        """Advise: preferred location host, accessed by the device."""
-        advice = self._driver.CUmem_advise
-        for which, location in (
-            (advice.CU_MEM_ADVISE_SET_PREFERRED_LOCATION, self._host),
-            (advice.CU_MEM_ADVISE_SET_ACCESSED_BY, self._here),
-        ):
-            self._call(which.name, self._advise(address, nbytes, which, location))
-
-    def prefetch(self, address: int, nbytes: int, *, to_device: bool, stream: int) -> None:
-        """Queue a migration."""
-        location = self._here if to_device else self._host
-        self._call("a prefetch", self._prefetch(address, nbytes, location, 0, stream))
-
-    def _location(self, kind: Any, number: int) -> Any:
-        location = self._driver.CUmemLocation()
-        location.type, location.id = kind, number
-        return location
-
-    def _call(self, what: str, result: tuple[Any, ...]) -> Any:
-        if int(result[0]) != 0:
-            raise RuntimeError(f"{what} failed: {getattr(result[0], 'name', result[0])}")
-        return result[1] if len(result) > 1 else None
 
 
 def managed(bench: Bench, driver: Driver) -> Iterator[Row]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -111,6 +112,7 @@ class CudaMachine(Machine):
         self.traffic = Traffic()
         self.pin_refusal: str | None = None
         self._registered: dict[int, tuple[int, bool]] = {}  # address: (bytes, pinned)
+        self._admitted: dict[int, int] = {}  # address: bytes
 
     @classmethod
     def of(cls, device: torch.device | str | int = "cuda") -> CudaMachine:
@@ -241,6 +243,22 @@ class CudaMachine(Machine):
         # A failed synchronisation is an earlier kernel's error, which torch reports to whoever
         # asks next; with it the context is lost, and no queued work is left that could run.
 
+    @property
+    def context(self) -> AbstractContextManager[None]:
+        """What a driver call on this device is made in: Note [current context]."""
+        return self._context
+
+    def admit(self, address: int, nbytes: int) -> None:
+        """Let kernels have host memory that the device reaches without a pin.
+
+        Managed memory, and pageable memory where ``PageableMemoryAccess`` is 1.
+        """
+        self._admitted[address] = nbytes
+
+    def dismiss(self, address: int) -> None:
+        """Undo ``admit``."""
+        self._admitted.pop(address, None)
+
     def memory_allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device)
 
@@ -260,6 +278,9 @@ class CudaMachine(Machine):
         return any(
             address <= start and end <= address + nbytes and (is_pinned or not pinned)
             for address, (nbytes, is_pinned) in list(self._registered.items())
+        ) or any(
+            address <= start and end <= address + nbytes
+            for address, nbytes in list(self._admitted.items())
         )
 
 

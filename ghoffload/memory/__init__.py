@@ -1,17 +1,23 @@
-"""Host memory: arenas by memory kind, the limits they live within, and the ledger."""
+"""Memory by kind: arenas, the tensor manager, the limits they live within, and the ledger."""
 
 from __future__ import annotations
 
 from ghoffload.memory.arena import HostArena, carved_bytes
 from ghoffload.memory.ledger import Ledger, LedgerRow, ledger
 from ghoffload.memory.limits import available_host_bytes, cgroup_available_bytes
+from ghoffload.memory.manager import TensorManager
+from ghoffload.memory.manager_figures import KindStatistics
+from ghoffload.memory.summary import memory_summary
 
 __all__ = [
     "HostArena",
+    "KindStatistics",
     "Ledger",
     "LedgerRow",
+    "TensorManager",
     "available_host_bytes",
     "carved_bytes",
     "cgroup_available_bytes",
     "ledger",
+    "memory_summary",
 ]

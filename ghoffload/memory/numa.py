@@ -1,0 +1,126 @@
+"""NUMA nodes by system call: where pages are placed, and where they are. No libnuma needed.
+
+Note [binding]
+    Pages go where the policy of the thread that touches them first says, and threads begin with
+    the policy of the one that starts them. So ``placed_on`` sets this thread's policy while a
+    segment is reserved and touched; ``bind`` then fixes the range itself, so that pages the kernel
+    moves later stay on the node. Where containers forbid these calls, memory goes where it goes,
+    and ``off_node`` tells how much of it went elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from ghoffload.machine.topology import read_text
+from ghoffload.machine.topology.files import number_list
+
+_NUMBERS = {
+    "x86_64": {"mbind": 237, "set_mempolicy": 238, "get_mempolicy": 239, "move_pages": 279},
+    "aarch64": {"mbind": 235, "get_mempolicy": 236, "set_mempolicy": 237, "move_pages": 239},
+}
+_MPOL_BIND = 2
+_MASK_WORDS = 16  # 1,024 nodes
+_SAMPLES = 4096
+
+
+def memory_nodes(root: Path = Path("/")) -> tuple[int, ...]:
+    """NUMA nodes that have memory, by number; ``(0,)`` where the system tells of none."""
+    text = read_text(root / "sys/devices/system/node/has_memory")
+    return tuple(sorted(number_list(text or ""))) or (0,)
+
+
+@contextlib.contextmanager
+def placed_on(node: int | None) -> Iterator[None]:
+    """Have this thread, and those it starts, touch fresh pages on ``node``; ``None``: anywhere.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    if node is None:
+        yield
+        return
+    mode, outer = ctypes.c_int(), (ctypes.c_ulong * _MASK_WORDS)()
+    bits = ctypes.c_ulong(64 * _MASK_WORDS)
+    _call("get_mempolicy", ctypes.byref(mode), outer, bits, None, ctypes.c_ulong(0))
+    _call("set_mempolicy", ctypes.c_long(_MPOL_BIND), _mask(node), bits)
+    try:
+        yield
+    finally:
+        _call("set_mempolicy", ctypes.c_long(mode.value), outer if any(outer) else None, bits)
+
+
+def bind(address: int, nbytes: int, node: int) -> None:
+    """Let the pages of a range be on ``node`` alone from now on; pages already there stay.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    where, length = _pages(address, nbytes)
+    bits = ctypes.c_ulong(64 * _MASK_WORDS)
+    _call(
+        "mbind",
+        ctypes.c_void_p(where),
+        ctypes.c_ulong(length),
+        ctypes.c_long(_MPOL_BIND),
+        _mask(node),
+        bits,
+        ctypes.c_ulong(0),
+    )
+
+
+def off_node(address: int, nbytes: int, node: int) -> tuple[int, int]:
+    """(pages elsewhere than on ``node``, pages looked at): up to 4,096, evenly spread.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    where, length = _pages(address, nbytes)
+    total = length // mmap.PAGESIZE
+    count = min(total, _SAMPLES)
+    addresses = (ctypes.c_void_p * count)(
+        *(where + (index * total // count) * mmap.PAGESIZE for index in range(count))
+    )
+    status = (ctypes.c_int * count)()
+    # Without a list of nodes, move_pages moves nothing and tells where each page is.
+    _call(
+        "move_pages",
+        ctypes.c_long(0),
+        ctypes.c_ulong(count),
+        addresses,
+        None,
+        status,
+        ctypes.c_long(0),
+    )
+    return sum(found != node for found in status), count
+
+
+def _pages(address: int, nbytes: int) -> tuple[int, int]:
+    start = address - address % mmap.PAGESIZE
+    return start, -(-(address + nbytes - start) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _mask(node: int) -> ctypes.Array[ctypes.c_ulong]:
+    if not 0 <= node < 64 * _MASK_WORDS:
+        raise ValueError(f"expected a NUMA node from 0 to {64 * _MASK_WORDS - 1}, got {node}")
+    mask = (ctypes.c_ulong * _MASK_WORDS)()
+    mask[node // 64] = 1 << node % 64
+    return mask
+
+
+def _call(name: str, *arguments: object) -> None:
+    number = _NUMBERS.get(platform.machine(), {}).get(name)
+    if number is None or not sys.platform.startswith("linux"):
+        raise OSError(f"{name} is not known on {sys.platform} {platform.machine()}")
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall.restype = ctypes.c_long
+    if libc.syscall(ctypes.c_long(number), *arguments) < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{name}: {os.strerror(error)}")
