@@ -281,3 +281,18 @@ def test_defaults_and_groups_are_torchs(kind: type, torch_kind: type) -> None:
     assert list(ours.param_groups[0]) == list(theirs.param_groups[0])
     assert repr(ours).startswith(f"{kind.__name__} (\nParameter Group 0")
     assert isinstance(ours, torch.optim.Optimizer)
+
+
+def test_a_parameter_without_reserved_state_is_read_as_empty_and_not_written() -> None:
+    trained, frozen = parameters((3,), (4,))
+    frozen.requires_grad_(False)
+    optimizer = OffloadAdamW([trained, frozen])
+    assert optimizer.state[frozen] == {}
+    for write in (
+        lambda: optimizer.state[frozen].__setitem__("note", 1),
+        lambda: optimizer.state[frozen].update(note=1),
+        lambda: optimizer.state[frozen].setdefault("note", 1),
+        lambda: optimizer.state.__setitem__(frozen, {"note": 1}),
+    ):
+        with pytest.raises(KeyError, match="gets its state at its first step"):
+            write()

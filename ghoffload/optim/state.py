@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -78,6 +78,18 @@ class ParameterState(dict[Any, Any]):
         return (dict, (dict(self),))
 
 
+class NoState(dict[Any, Any]):
+    """What reading gives where no memory is reserved: empty, and not to be written to."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise KeyError(
+            "expected a parameter of this optimizer with state; a parameter that was frozen when "
+            "the optimizer was built gets its state at its first step"
+        )
+
+    __setitem__ = __ior__ = update = setdefault = _refuse
+
+
 class OffloadState(MutableMapping[Any, Any]):
     """Parameter -> ``ParameterState``. Reading completes pending write-back first.
 
@@ -97,14 +109,14 @@ class OffloadState(MutableMapping[Any, Any]):
     def __getitem__(self, parameter: Any) -> ParameterState | dict[Any, Any]:
         home = self._engine.find(parameter)
         if home is None:
-            return {}
+            return NoState()
         self._engine.drain()
         return ParameterState(*home)
 
     def __setitem__(self, parameter: Any, entries: Mapping[Any, Any]) -> None:
         home = self._engine.find(parameter)
         if home is None:
-            raise KeyError("expected a parameter of this optimizer that has been stepped")
+            NoState()._refuse()
         self._engine.drain()
         _replace(*home, check_entries(home[0].entries(home[1]), entries, "this parameter"))
 
