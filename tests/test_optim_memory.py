@@ -281,3 +281,31 @@ def test_loading_takes_no_more_hbm() -> None:
             other.load_state_dict(state_dict)
         assert not [name for name in new.names if "empty" in name or "clone" in name]
         assert machine.memory_allocated() == allocated
+
+
+@pytest.mark.parametrize("memory", ["hbm", "host"])
+@pytest.mark.parametrize("step_device", ["cuda", "cpu"])
+def test_a_group_that_does_not_fit_leaves_the_optimizer_as_it_was(
+    step_device: str, memory: str
+) -> None:
+    """Wider buckets want new buffers, and the old ones have to outlive a refusal."""
+    small, large = parameters((3000,), (2_000_000,))
+    expected = parameters((3000,))
+    plain = OffloadAdamW(expected, machine="cpu")
+    train(plain)
+    train(plain)
+    # 16 MB of state; a CPU step has room for it and none for its packed buffers.
+    room = {f"{memory}_bytes": (12 if (step_device, memory) == ("cuda", "host") else 20) << 20}
+    with ghoffload.use_machine("virtual", check=True, **room):
+        config = {"step_device": step_device, "bucket_bytes": 64 << 20}
+        optimizer = OffloadAdamW([small], config=config)
+        train(optimizer)
+        owner = optimizer.report().title
+        held = ledger.total(owner=owner)
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.add_param_group({"params": [large]})
+        assert len(optimizer.param_groups) == 1
+        gc.collect()
+        assert ledger.total(owner=owner) == held
+        train(optimizer)
+    assert torch.equal(small, expected[0])

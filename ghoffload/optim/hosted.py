@@ -169,17 +169,22 @@ class HostStep:
             self._staging is not None and self._staging.slot_bytes >= slot_bytes
         ):
             return
-        self._machine.synchronize_all()
-        self.close()
         slot_bytes = -(-slot_bytes // 256) * 256
         machine = self._machine
-        self._staging = Staging(
-            machine, slots=self._slots, slot_bytes=slot_bytes, owner=self._owner
-        )
-        self.arena = HostArena(
-            slot_bytes * self._slots, machine=machine, owner=self._owner, pin=self._pin
-        )
-        self._host = [self.arena.carve(slot_bytes, torch.uint8) for _ in range(self._slots)]
+        # The new buffers first: where they do not fit, the optimizer goes on with the old ones.
+        staging = Staging(machine, slots=self._slots, slot_bytes=slot_bytes, owner=self._owner)
+        try:
+            arena = HostArena(
+                slot_bytes * self._slots, machine=machine, owner=self._owner, pin=self._pin
+            )
+        except BaseException:
+            staging.close()
+            raise
+        if self._staging is not None:
+            machine.synchronize_all()
+            self.close()
+        self._staging, self.arena = staging, arena
+        self._host = [arena.carve(slot_bytes, torch.uint8) for _ in range(self._slots)]
         # The buffers are the current stream's: what it had to do comes before their first use.
         compute = machine.current_stream()
         machine.wait(compute, self._updated, label="update waits for the one before")

@@ -64,13 +64,13 @@ class StreamedStep:
         slots = min(self._staging_buffers, len(moving))
         old = self._staging
         if old is None or old.slot_bytes < slot_bytes or len(old.buffers) < slots:
-            if old is not None:
-                self._machine.synchronize_all()
-                old.close()
-            self._staging = None
+            # The new ring first: where it does not fit, the optimizer goes on with the old one.
             self._staging = Staging(
                 self._machine, slots=slots, slot_bytes=slot_bytes, owner=self._owner
             )
+            if old is not None:
+                self._machine.synchronize_all()
+                old.close()
             for bucket in moving:
                 bucket.staged.clear()
         for bucket in moving:
