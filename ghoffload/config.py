@@ -14,7 +14,7 @@ from typing import Any, Literal, cast, get_args
 ENVIRONMENT_PREFIX = "GHOFFLOAD_"
 
 StepDevice = Literal["auto", "cuda", "cpu"]
-MemoryKind = Literal["auto", "pinned", "device"]
+MemoryKind = Literal["auto", "pinned", "managed", "system", "device"]
 Transfer = Literal["auto", "copy_engine", "kernel"]
 Master = Literal["auto", "fp32", "none"]
 Moments = Literal["fp32"]
@@ -52,11 +52,16 @@ class OffloadConfig:
     Attributes:
         step_device: where the update is computed. ``"auto"`` is ``"cuda"`` for parameters in HBM
             and the CPU for parameters on the CPU. With ``"cpu"`` ``step()`` waits for the host.
-        memory_kind: how host state is allocated. ``"auto"`` is ``"pinned"``; ``"device"`` keeps all
-            state in HBM.
-        transfer: how host state crosses the link. ``"copy_engine"`` (``"auto"``) copies it through
-            staging buffers; with ``"kernel"`` the update reads and writes pinned memory where it
-            lies, which needs no staging buffer.
+        memory_kind: how host state is allocated. ``"pinned"``; ``"managed"``, which stays on the
+            host and is updated there in place; ``"system"``, ordinary memory, where the device
+            reaches it; ``"device"`` keeps all state in HBM. ``"auto"``: as measured on this
+            machine, ``"pinned"`` unless another kind is faster.
+        transfer: how host state crosses the link. ``"copy_engine"`` copies it through staging
+            buffers and leaves compute alone; with ``"kernel"`` the update reads and writes host
+            memory where it lies, which needs no staging buffer. ``"auto"``: as measured on this
+            machine for pinned memory; managed and system memory take the kernel.
+        ctas: thread blocks of an update in place; 0 takes the fewest that fill the link, as
+            measured on this machine.
         master: ``"fp32"`` keeps an fp32 master of bf16 and fp16 parameters on the host
             (``"auto"`` does), ``"none"`` updates the parameter in its own dtype. fp32 parameters
             are their own master either way.
@@ -73,6 +78,7 @@ class OffloadConfig:
     step_device: StepDevice = "auto"
     memory_kind: MemoryKind = "auto"
     transfer: Transfer = "auto"
+    ctas: int = 0
     master: Master = "auto"
     moments: Moments = "fp32"
     bucket_bytes: int = 48 << 20
@@ -91,7 +97,12 @@ class OffloadConfig:
                 raise ValueError(f"{name} expects one of {expected}, got {value!r}")
         for name in ("bucket_bytes", "hbm_state_bytes", "min_offload_bytes"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
-        for name, least in (("bucket_bytes", 4096), ("staging_buffers", 2), ("cpu_threads", 0)):
+        for name, least in (
+            ("bucket_bytes", 4096),
+            ("staging_buffers", 2),
+            ("cpu_threads", 0),
+            ("ctas", 0),
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} expects an int of {least} or more, got {value!r}")

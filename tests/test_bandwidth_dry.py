@@ -67,6 +67,7 @@ class FakeMachine:
 
     device = torch.device("cuda", 0)
     pin_refusal = "CUDA_ERROR_NOT_PERMITTED"
+    host_node = None
 
     def __init__(self) -> None:
         self.streams = {k: FakeStream(k) for k in (1, 2, 3)}
@@ -87,7 +88,9 @@ class FakeMachine:
     def free(self, tensor: Tensor) -> None:
         self.held -= 1
 
-    def register_host(self, address: int, nbytes: int, *, pin: bool) -> bool:
+    def register_host(
+        self, address: int, nbytes: int, *, pin: bool, node: int | None = None
+    ) -> bool:
         self.registered.add(address)
         return pin and self.pins
 

@@ -268,7 +268,8 @@ def fill_launch(*tensors: Tensor, device: Callable[[int], None]) -> Launch:
     return Launch("fill", (), tensors, device, lambda reads, writes: None)
 
 
-def test_kernels_get_pinned_host_memory_and_no_other(fake: CudaMachine) -> None:
+def test_kernels_get_host_memory_that_the_device_reaches_and_no_other(fake: CudaMachine) -> None:
+    vars(fake)["memory_kinds"] = frozenset({"device", "pinned"})
     handles: list[int] = []
     memory = HostArena(8192, machine=fake, owner="test")
     launch = fill_launch(memory.carve(10, torch.float32), device=handles.append)
@@ -277,15 +278,37 @@ def test_kernels_get_pinned_host_memory_and_no_other(fake: CudaMachine) -> None:
     assert handles == [fake.d2h[0].handle]
     assert fake.traffic.launches == 1
     memory.close()
-    said = r"kernel 'fill' expects tensors on cuda:0 .* got one of shape \(10,\) on cpu"
+    said = r"kernel 'fill' on cuda:0 expects tensors in HBM .*\(pinned\), got other host memory"
     with pytest.raises(ValueError, match=said):
         fake.launch(launch, stream=fake.d2h[0])
     pageable = HostArena(8192, machine=fake, owner="test", pin=False)
     tensor = pageable.carve(10, torch.float32)
-    with pytest.raises(ValueError, match="kernel 'fill' expects"):
+    with pytest.raises(ValueError, match="kernel 'fill' on cuda:0 expects .* got system memory"):
         fake.launch(fill_launch(tensor, device=handles.append), stream=fake.h2d)
     assert len(handles) == 1
+    vars(fake)["memory_kinds"] = frozenset({"device", "pinned", "managed", "system"})
+    fake.launch(fill_launch(tensor, device=handles.append), stream=fake.h2d)
     pageable.close()
+    managed = torch.zeros(10)
+    fake.admit(managed.data_ptr(), managed.nbytes)
+    fake.launch(fill_launch(managed, device=handles.append), stream=fake.h2d)
+    assert len(handles) == 3
+    fake.dismiss(managed.data_ptr())
+    with pytest.raises(ValueError, match="got other host memory"):
+        fake.launch(fill_launch(managed, device=handles.append), stream=fake.h2d)
+
+
+def test_debug_mode_looks_at_the_host_side_of_copies(fake: CudaMachine) -> None:
+    vars(fake)["host_node"] = None
+    memory, pageable = torch.zeros(4, 4), torch.zeros(16)
+    fake.copy(memory, pageable, stream=fake.h2d)
+    fake.debug = True
+    with pytest.raises(ValueError, match=r"copy on stream 'h2d' expects pinned memory .*any more"):
+        fake.copy(memory, pageable, stream=fake.h2d)
+    pinned = HostArena(8192, machine=fake, owner="test")
+    fake.copy(memory, pinned.carve(16, torch.float32), stream=fake.h2d)
+    assert fake.traffic.copies == 2
+    pinned.close()
 
 
 def test_record_stream_takes_registered_host_memory_and_no_other(fake: CudaMachine) -> None:

@@ -23,13 +23,18 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /
 class FakeMachine:
     """Registers host memory as told, and notes it."""
 
+    host_node = None
+
     def __init__(self, *, grants: bool = True) -> None:
         self.grants = grants
         self.registered: dict[int, int] = {}
         self.asked: list[bool] = []
         self.unregistered_while_mapped: list[bool] = []
 
-    def register_host(self, address: int, nbytes: int, *, pin: bool) -> bool:
+    def register_host(
+        self, address: int, nbytes: int, *, pin: bool, node: int | None = None
+    ) -> bool:
+        assert node is None
         self.registered[address] = nbytes
         self.asked.append(pin)
         return pin and self.grants
@@ -256,7 +261,7 @@ def test_pageable_on_request_is_known_to_the_machine_without_a_warning(
 
 
 def test_refusal_by_the_machine_leaves_nothing(machine: FakeMachine) -> None:
-    def full(address: int, nbytes: int, *, pin: bool) -> bool:
+    def full(address: int, nbytes: int, *, pin: bool, node: int | None) -> bool:
         raise torch.OutOfMemoryError("the virtual host is full")
 
     machine.register_host = full  # type: ignore[method-assign]
@@ -318,7 +323,8 @@ import os, sys, torch
 from ghoffload.memory import HostArena, ledger
 
 class Machine:
-    def register_host(self, address, nbytes, *, pin):
+    host_node = None
+    def register_host(self, address, nbytes, *, pin, node=None):
         return pin
     def unregister_host(self, address):
         print("unregistered", os.getpid() == parent, flush=True)

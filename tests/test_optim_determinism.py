@@ -105,6 +105,9 @@ def test_the_virtual_machine(
         {"pin_memory": False},
         {"transfer": "kernel"},
         {"transfer": "kernel", "hbm_state_bytes": 15_000},
+        {"memory_kind": "managed"},
+        {"memory_kind": "managed", "transfer": "kernel", "min_offload_bytes": 2_000, "ctas": 2},
+        {"memory_kind": "system"},
     ],
     ids=str,
 )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ghoffload
+from ghoffload.machine.cuda import CudaMachine
 from ghoffload.check.programs import result, same_bits, synthetic
 from ghoffload.memory import ledger
 
@@ -53,10 +54,13 @@ def test_the_bits_are_the_cpus(step_device: str, dtype: torch.dtype, master: str
 
 def test_hbm_resident_and_mixed_state_give_the_same_bits() -> None:
     expected = synthetic("cpu", {})
+    reached = CudaMachine.of("cuda").memory_kinds
     for config in (
         {"memory_kind": "device"},
         {"transfer": "kernel", "bucket_bytes": 16384},
         {"transfer": "kernel", "hbm_state_bytes": 200_000},
+        {"transfer": "kernel", "ctas": 3},
+        *({"memory_kind": kind} for kind in ("managed", "system") if kind in reached),
         {"hbm_state_bytes": 200_000, "bucket_bytes": 16384},
         {"min_offload_bytes": 5_000, "bucket_bytes": 16384},
         {"pin_memory": False, "bucket_bytes": 16384},

@@ -217,10 +217,33 @@ def test_step_device_needs_a_gpu() -> None:
         OffloadAdam(parameters((3,)), config={"memory_kind": "device"})
 
 
-@pytest.mark.parametrize("options", [{"step_device": "cpu"}, {"pin_memory": False}], ids=str)
-def test_kernels_reach_pinned_memory_alone(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"transfer": "kernel", "step_device": "cpu"},
+        {"transfer": "kernel", "pin_memory": False},
+        {"memory_kind": "managed", "step_device": "cpu"},
+        {"memory_kind": "managed", "transfer": "copy_engine"},
+        {"memory_kind": "system", "transfer": "copy_engine"},
+    ],
+    ids=str,
+)
+def test_an_update_in_place_needs_memory_that_the_gpu_reaches(options: dict[str, Any]) -> None:
     with ghoffload.use_machine("virtual"), pytest.raises(ValueError, match="transfer='kernel'"):
-        OffloadAdamW(parameters((3,)), config={"transfer": "kernel"} | options)
+        OffloadAdamW(parameters((3,)), config=options)
+    with pytest.raises(ValueError, match="got parameters on the CPU"):
+        OffloadAdamW(parameters((3,)), config={"memory_kind": "managed"})
+
+
+@pytest.mark.parametrize("kind", ["managed", "system"])
+def test_a_machine_without_a_memory_kind_says_so(kind: str) -> None:
+    before = ledger.rows()
+    with (
+        ghoffload.use_machine("virtual", memory_kinds=("device", "pinned")),
+        pytest.raises(ValueError, match=f"memory kind '{kind}' expects a device with .*Access"),
+    ):
+        OffloadAdamW(parameters((3,)), config={"memory_kind": kind})
+    assert ledger.rows() == before
 
 
 @pytest.mark.filterwarnings("ignore::ghoffload.errors.PinWarning")
@@ -229,7 +252,7 @@ def test_a_refused_pin_is_no_memory_for_kernels(monkeypatch: pytest.MonkeyPatch)
     with ghoffload.use_machine("virtual") as machine:
         register = machine.register_host
 
-        def refuse(address: int, nbytes: int, *, pin: bool) -> bool:
+        def refuse(address: int, nbytes: int, *, pin: bool, node: int | None) -> bool:
             register(address, nbytes, pin=pin)
             return False
 

@@ -332,7 +332,9 @@ def test_a_refused_pin_is_out_of_memory(
     virtual: VirtualMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register = virtual.register_host
-    monkeypatch.setattr(virtual, "register_host", lambda *a, pin: register(*a, pin=False) and False)
+    monkeypatch.setattr(
+        virtual, "register_host", lambda *a, pin, node: register(*a, pin=False) and False
+    )
     with (
         TensorManager(owner="x") as manager,
         pytest.raises(torch.OutOfMemoryError, match=r"x: pinning .* was refused"),

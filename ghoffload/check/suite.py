@@ -126,6 +126,7 @@ def _orders(step_device: str, seeds: int) -> str:
 
 def _streamed(machine: Machine) -> str:
     runs = 0
+    unpinned = sorted(machine.memory_kinds & {"managed", "system"})
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for amsgrad in (False, True):
             expected = programs.synthetic("cpu", {}, machine="cpu", dtype=dtype, amsgrad=amsgrad)
@@ -135,6 +136,7 @@ def _streamed(machine: Machine) -> str:
                 {"memory_kind": "device"},
                 {"transfer": "kernel", "bucket_bytes": 16384},
                 {"bucket_bytes": 65536, "step_device": "cpu"},
+                *({"memory_kind": kind} for kind in unpinned),
             )
             for config in configs:
                 found = programs.synthetic(

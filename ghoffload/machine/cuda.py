@@ -26,8 +26,10 @@ import torch
 from torch import Tensor
 
 from ghoffload.errors import MachineUnavailableError
+from ghoffload.machine.host_ranges import HostRange, HostRanges, debug_wanted
+from ghoffload.machine.managed import Driver as ManagedDriver
 from ghoffload.machine.protocol import Event, Launch, Machine, Stream
-from ghoffload.machine.topology import unusable_gpu
+from ghoffload.machine.topology import probe, unusable_gpu
 from ghoffload.machine.traffic import Traffic
 
 # Results by value: the names are CUresult's, the same in every version of the bindings.
@@ -111,8 +113,8 @@ class CudaMachine(Machine):
         )
         self.traffic = Traffic()
         self.pin_refusal: str | None = None
-        self._registered: dict[int, tuple[int, bool]] = {}  # address: (bytes, pinned)
-        self._admitted: dict[int, int] = {}  # address: bytes
+        self.debug = debug_wanted()
+        self._host = HostRanges()
 
     @classmethod
     def of(cls, device: torch.device | str | int = "cuda") -> CudaMachine:
@@ -122,6 +124,24 @@ class CudaMachine(Machine):
             if index not in _machines:
                 _machines[index] = cls(index)
             return _machines[index]
+
+    @functools.cached_property
+    def memory_kinds(self) -> frozenset[str]:
+        """Kinds that kernels of this device reach: Note [pointers] in host_ranges.py."""
+        kinds = {"device", "pinned"}
+        attributes = {"managed": "CONCURRENT_MANAGED_ACCESS", "system": "PAGEABLE_MEMORY_ACCESS"}
+        driver = ManagedDriver.of(self)
+        kinds.update(kind for kind, name in attributes.items() if driver.attribute(name))
+        return frozenset(kinds)
+
+    @functools.cached_property
+    def host_node(self) -> int | None:
+        topology = probe()
+        with_memory = [node for node in topology.host.cpu_nodes if node.total_bytes]
+        if len(with_memory) < 2:
+            return None
+        index = self.device.index
+        return next((gpu.near_node for gpu in topology.gpus if gpu.index == index), None)
 
     def current_stream(self) -> CudaStream:
         return CudaStream("compute", torch.cuda.current_stream(self.device))
@@ -161,6 +181,9 @@ class CudaMachine(Machine):
             raise ValueError(f"copy expects one side on {self.device}, got two host tensors")
         if nbytes == 0:
             return
+        if self.debug and not (to_device and from_device):
+            host = source if to_device else destination
+            self._host.check_copy(host, self.host_node, f"copy on stream {stream.name!r}")
         with self._context:
             _check(
                 self._driver.cuMemcpyAsync(
@@ -178,11 +201,16 @@ class CudaMachine(Machine):
         handle = _own_stream(stream).handle
         index = self.device.index
         for tensor in (*launch.reads, *launch.writes):
-            # On coherent machines a wrong pointer is not a fault but a slow or stale read.
-            if tensor.numel() and tensor.get_device() != index and not self._pinned(tensor):
-                raise ValueError(
-                    f"kernel {launch.name!r} expects tensors on {self.device} or in its pinned "
-                    f"host memory, got one of shape {tuple(tensor.shape)} on {tensor.device}"
+            if tensor.numel() and tensor.get_device() != index:
+                who = f"kernel {launch.name!r} on {self.device}"
+                if not tensor.is_cpu:
+                    raise ValueError(f"{who} expects its own tensors, got one on {tensor.device}")
+                self._host.check_kernel(
+                    tensor,
+                    self.memory_kinds,
+                    self.host_node if self.debug else None,
+                    who,
+                    debug=self.debug,
                 )
         with self._context:
             launch.device(handle)
@@ -192,7 +220,7 @@ class CudaMachine(Machine):
         if self._in_hbm(tensor):
             tensor.record_stream(_own_stream(stream).torch_stream)
         # Registered host memory is safe without: unregister_host waits for all queued work.
-        elif not self._within_registered(tensor):
+        elif self._host.of(tensor) is None:
             raise ValueError(
                 f"record_stream expects a tensor on {self.device} or in registered host memory, "
                 "got another host tensor"
@@ -209,8 +237,10 @@ class CudaMachine(Machine):
         for stream in (self.h2d, *self.d2h, self.current_stream()):
             tensor.record_stream(_own_stream(stream).torch_stream)
 
-    def register_host(self, address: int, nbytes: int, *, pin: bool) -> bool:
-        if address in self._registered:
+    def register_host(
+        self, address: int, nbytes: int, *, pin: bool, node: int | None = None
+    ) -> bool:
+        if address in self._host:
             raise ValueError(f"host memory at {address:#x} is registered already")
         pinned = False
         if pin:
@@ -223,18 +253,18 @@ class CudaMachine(Machine):
             else:
                 _check((result,), f"pinning {nbytes:,} bytes of host memory")
                 pinned = True
-        self._registered[address] = (nbytes, pinned)
+        self._host.add(HostRange(address, nbytes, "pinned" if pinned else "system", node))
         return pinned
 
     def unregister_host(self, address: int) -> None:
-        if address not in self._registered:
+        found = self._host.remove(address)
+        if found is None:
             raise ValueError(f"no host memory is registered at {address:#x}")
-        _, pinned = self._registered.pop(address)
         try:
             with self._context:
                 # Pageable memory, too: where the GPU reads it in place, copies are asynchronous.
                 (idle,) = self._driver.cuCtxSynchronize()
-                if pinned:
+                if found.kind == "pinned":
                     result = self._driver.cuMemHostUnregister(address)
                     if int(idle) == 0:
                         _check(result, f"unpinning host memory at {address:#x}")
@@ -248,16 +278,11 @@ class CudaMachine(Machine):
         """What a driver call on this device is made in: Note [current context]."""
         return self._context
 
-    def admit(self, address: int, nbytes: int) -> None:
-        """Let kernels have host memory that the device reaches without a pin.
-
-        Managed memory, and pageable memory where ``PageableMemoryAccess`` is 1.
-        """
-        self._admitted[address] = nbytes
+    def admit(self, address: int, nbytes: int, *, node: int | None = None) -> None:
+        self._host.add(HostRange(address, nbytes, "managed", node))
 
     def dismiss(self, address: int) -> None:
-        """Undo ``admit``."""
-        self._admitted.pop(address, None)
+        self._host.remove(address)
 
     def memory_allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device)
@@ -268,20 +293,6 @@ class CudaMachine(Machine):
         if tensor.get_device() != self.device.index:
             raise ValueError(f"expected a tensor on {self.device} or the CPU, got {tensor.device}")
         return True
-
-    def _pinned(self, tensor: Tensor) -> bool:
-        return tensor.is_cpu and self._within_registered(tensor, pinned=True)
-
-    def _within_registered(self, tensor: Tensor, *, pinned: bool = False) -> bool:
-        start = tensor.untyped_storage().data_ptr()
-        end = start + tensor.untyped_storage().nbytes()
-        return any(
-            address <= start and end <= address + nbytes and (is_pinned or not pinned)
-            for address, (nbytes, is_pinned) in list(self._registered.items())
-        ) or any(
-            address <= start and end <= address + nbytes
-            for address, nbytes in list(self._admitted.items())
-        )
 
 
 _machines: dict[int, CudaMachine] = {}

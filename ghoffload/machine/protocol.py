@@ -77,6 +77,22 @@ class Machine(abc.ABC):
     h2d: Stream
     d2h: tuple[Stream, Stream]
     traffic: Traffic
+    debug: bool
+    """Whether every pointer is looked up: Note [pointers] in host_ranges.py."""
+
+    @property
+    @abc.abstractmethod
+    def memory_kinds(self) -> frozenset[str]:
+        """Kinds that kernels of this device read and write.
+
+        ``"device"`` and ``"pinned"`` always, ``"managed"`` and ``"system"`` where its capabilities
+        say so.
+        """
+
+    @property
+    def host_node(self) -> int | None:
+        """The NUMA node that host memory belongs on, where there are several; else ``None``."""
+        return None
 
     @abc.abstractmethod
     def current_stream(self) -> Stream:
@@ -142,8 +158,16 @@ class Machine(abc.ABC):
         """Give back memory from ``empty`` once the work queued on any stream no longer needs it."""
 
     @abc.abstractmethod
-    def register_host(self, address: int, nbytes: int, *, pin: bool) -> bool:
+    def register_host(
+        self, address: int, nbytes: int, *, pin: bool, node: int | None = None
+    ) -> bool:
         """Make host memory at ``address`` known to the machine, pinned where ``pin`` is set.
+
+        Args:
+            address: of the first byte.
+            nbytes: 1 or more.
+            pin: whether to pin it.
+            node: the NUMA node it is bound to.
 
         Returns:
             Whether the memory is pinned now. ``False`` where pinning was refused or not asked for.
@@ -155,6 +179,14 @@ class Machine(abc.ABC):
     @abc.abstractmethod
     def unregister_host(self, address: int) -> None:
         """Undo ``register_host``, after all queued work that uses the memory has finished."""
+
+    @abc.abstractmethod
+    def admit(self, address: int, nbytes: int, *, node: int | None = None) -> None:
+        """Make managed memory known to the machine: kernels may have it, copies should not."""
+
+    @abc.abstractmethod
+    def dismiss(self, address: int) -> None:
+        """Undo ``admit``. What is queued may still use the memory: the driver frees it later."""
 
     @abc.abstractmethod
     def memory_allocated(self) -> int:

@@ -13,7 +13,7 @@ import contextlib
 import ctypes
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ghoffload.machine.checking import Checker
 from ghoffload.machine.clocks import HOST
+from ghoffload.machine.host_ranges import HostRange, HostRanges, debug_wanted
 from ghoffload.machine.protocol import Event, Launch, Machine, Stream
 from ghoffload.machine.traffic import Traffic
 from ghoffload.machine.virtual_dispatch import EagerMode
@@ -49,6 +50,7 @@ class VirtualMachine(Machine):
             are queued), ``"latest"`` (when something needs them) or ``"adversarial"`` (seeded).
         seed: of the adversarial order. The same program and seed run in the same order.
         check: raise ``OrderingError`` for accesses that nothing orders.
+        memory_kinds: what its kernels reach; a machine without coherent memory has no ``"system"``.
 
     Attributes:
         dropped_waits: labels of waits and synchronizations that are ignored, to prove that each is
@@ -67,7 +69,11 @@ class VirtualMachine(Machine):
         order: Order = "earliest",
         seed: int = 0,
         check: bool = False,
+        memory_kinds: Iterable[str] = ("device", "pinned", "managed", "system"),
     ) -> None:
+        self._memory_kinds = frozenset(memory_kinds)
+        self.debug = debug_wanted()
+        self._host = HostRanges()
         self.device = torch.device("cpu")
         self.dropped_waits: set[str] = set()
         self.labels: Counter[str] = Counter()
@@ -83,6 +89,10 @@ class VirtualMachine(Machine):
     def __repr__(self) -> str:
         checks = "on" if self._checker else "off"
         return f"<VirtualMachine, order {self._queues.order}, checks {checks}>"
+
+    @property
+    def memory_kinds(self) -> frozenset[str]:
+        return self._memory_kinds
 
     # -- streams and events
 
@@ -166,6 +176,10 @@ class VirtualMachine(Machine):
             return
         if all(self._memory.arena_at(t.data_ptr()) for t in (destination, source)):
             raise ValueError("copy expects one side in HBM, got two tensors in host arenas")
+        if self.debug:
+            for tensor in (destination, source):
+                if self._memory.arena_at(tensor.data_ptr()):
+                    self._host.check_copy(tensor, self.host_node, f"copy on stream {stream.name!r}")
         self._check("copy", stream, (source,), (destination,))
         self.traffic.copies += 1
         self.traffic.h2d_bytes += nbytes if stream is self.h2d else 0
@@ -191,6 +205,14 @@ class VirtualMachine(Machine):
             if tensor.device.type != "cpu":
                 raise ValueError(
                     f"{launch.name} expects CPU tensors on the virtual machine, got {_form(tensor)}"
+                )
+            if self._memory.arena_at(tensor.data_ptr()) is not None:
+                self._host.check_kernel(
+                    tensor,
+                    self.memory_kinds,
+                    self.host_node,
+                    f"kernel {launch.name!r}",
+                    debug=self.debug,
                 )
         self.traffic.launches += 1
         self._check(launch.name, stream, launch.reads, launch.writes)
@@ -260,11 +282,14 @@ class VirtualMachine(Machine):
         _poison(region)
         self._memory.release(region)
 
-    def register_host(self, address: int, nbytes: int, *, pin: bool) -> bool:
+    def register_host(
+        self, address: int, nbytes: int, *, pin: bool, node: int | None = None
+    ) -> bool:
         self._enter()
         if nbytes <= 0:
             raise ValueError(f"register_host expects a positive number of bytes, got {nbytes}")
         self._memory.register(address, nbytes)
+        self._host.add(HostRange(address, nbytes, "pinned" if pin else "system", node))
         return pin
 
     def unregister_host(self, address: int) -> None:
@@ -276,6 +301,15 @@ class VirtualMachine(Machine):
             self._checker.unused(arena, "unregister_host()")
         self._finish(arena)
         self._memory.unregister(arena)  # unregistered, not freed: tensors may still hold it
+        self._host.remove(address)
+
+    def admit(self, address: int, nbytes: int, *, node: int | None = None) -> None:
+        """Managed memory: as ``register_host``, of another kind."""
+        self.register_host(address, nbytes, pin=False)
+        self._host.add(HostRange(address, nbytes, "managed", node))
+
+    def dismiss(self, address: int) -> None:
+        self.unregister_host(address)
 
     def memory_allocated(self) -> int:
         self._memory.sweep()

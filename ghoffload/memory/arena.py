@@ -11,36 +11,33 @@ Note [life of an arena]
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
-import threading
 import warnings
 import weakref
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 
 from ghoffload.errors import PinWarning
 from ghoffload.machine.protocol import Machine
 from ghoffload.machine.topology import cpu_count
-from ghoffload.memory import pages
+from ghoffload.memory import numa, pages
+from ghoffload.memory.carving import ALIGNMENT, Carved, align
 from ghoffload.memory.ledger import ledger
 from ghoffload.memory.limits import available_host_bytes, cgroup_available_bytes, memlock_limit
-
-ALIGNMENT = 256
-"""Bytes; enough for bulk copies and vector loads, and what torch's CUDA allocator never misses."""
 
 
 def carved_bytes(pieces: Iterable[tuple[int, torch.dtype]], alignment: int = ALIGNMENT) -> int:
     """Bytes an arena needs for these (count, dtype) carved one after the other."""
     end = 0
     for count, dtype in pieces:
-        end = _align(end, alignment) + count * dtype.itemsize
+        end = align(end, alignment) + count * dtype.itemsize
     return end
 
 
-class HostArena:
+class HostArena(Carved):
     """Host memory reserved in one piece, from which tensors are carved.
 
     Args:
@@ -49,6 +46,8 @@ class HostArena:
         owner: who holds it, for the ledger and messages.
         pin: whether to ask the machine to pin it.
         threads: threads that touch the pages; 0 takes the CPUs this process may run on.
+        node: the NUMA node it is bound to. ``None`` prefers the one nearest to the machine's
+            device where there are several, and warns of what came to lie elsewhere.
 
     Attributes:
         nbytes: size in bytes.
@@ -59,9 +58,11 @@ class HostArena:
     Raises:
         ValueError: a bad size or thread count.
         torch.OutOfMemoryError: it does not fit; nothing was reserved.
+        OSError: the system refuses to bind it to ``node``.
 
     Warns:
         PinWarning: pinning was asked for and refused; the arena is pageable.
+        RuntimeWarning: some of it is not on the node; with the figures.
     """
 
     def __init__(
@@ -72,32 +73,35 @@ class HostArena:
         owner: str,
         pin: bool = True,
         threads: int = 0,
+        node: int | None = None,
     ) -> None:
-        if nbytes < 0:
-            raise ValueError(f"nbytes expects 0 or more, got {nbytes}")
         if threads < 0:
             raise ValueError(f"threads expects 0 or more, got {threads}")
-        self.nbytes = nbytes
-        self.owner = owner
-        self.address = 0
+        super().__init__(nbytes, owner)
         self.pinned = False
-        self._lock = threading.Lock()
-        self._used = 0
-        self._process = os.getpid()
-        self._mapping: mmap.mmap | None = None
+        self._buffer: mmap.mmap | None = None
         if nbytes > 0:
-            self._mapping = _reserve(nbytes, owner, threads or cpu_count())
-            self.address = pages.address_of(self._mapping)
+            near = machine.host_node if node is None and machine is not None else None
+            with numa.placed_on(node), numa.preferring(near):
+                self._buffer = _reserve(nbytes, owner, threads or cpu_count())
+            self.address = pages.address_of(self._buffer)
+            if node is not None:
+                with contextlib.suppress(OSError):  # ``confirm`` tells what came of it
+                    numa.bind(self.address, nbytes, node)
             if machine is not None:
-                self.pinned = machine.register_host(self.address, nbytes, pin=pin)
+                self.pinned = machine.register_host(self.address, nbytes, pin=pin, node=node)
                 if self.pinned:
-                    pages.wipe_on_fork(self._mapping)
+                    pages.wipe_on_fork(self._buffer)
+            # The default is a preference: that it cannot be confirmed is no news to anyone.
+            wanted = near if node is None else node
+            if wanted is not None:
+                numa.confirm(self.address, nbytes, wanted, owner, quiet=node is None)
         ledger.add(self.kind, owner, nbytes)
         self._finalizer = weakref.finalize(
             self,
             _release,
             # The mapping must outlive its registration.
-            self._mapping,
+            self._buffer,
             machine if nbytes > 0 else None,
             self.address,
             (self.kind, owner, nbytes),
@@ -117,75 +121,16 @@ class HostArena:
 
     @property
     def closed(self) -> bool:
-        """Whether the memory was given back."""
         return not self._finalizer.alive
 
     @property
-    def remaining(self) -> int:
-        """Bytes not carved yet; an aligned piece may have a few less."""
-        return self.nbytes - self._used
-
-    def carve(self, count: int, dtype: torch.dtype, alignment: int = ALIGNMENT) -> Tensor:
-        """The next ``count`` elements as a zero-filled 1-D tensor with a storage of its own.
-
-        Args:
-            count: elements, 0 or more.
-            dtype: of the tensor.
-            alignment: of its first byte, a power of two up to a page.
-
-        Raises:
-            ValueError: a bad argument, or the arena has no room left for it.
-        """
-        if alignment < dtype.itemsize or alignment & (alignment - 1) or alignment > mmap.PAGESIZE:
-            raise ValueError(
-                f"alignment expects a power of two from {dtype.itemsize} to {mmap.PAGESIZE}, "
-                f"got {alignment}"
-            )
-        with self._lock:
-            offset = _align(self._used, alignment)
-            tensor = self.tensor(offset if count else 0, count, dtype)
-            if count:
-                self._used = offset + count * dtype.itemsize
-        return tensor
-
-    def tensor(self, offset_bytes: int, count: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor over ``count`` elements at ``offset_bytes``, whatever was carved there.
-
-        It has a storage of its own, so ``torch.save`` writes its bytes alone.
-
-        Raises:
-            ValueError: it does not lie within the arena or is not aligned to its elements.
-            RuntimeError: the arena was closed, or belongs to the process this one was forked from.
-        """
-        if self.closed:
-            raise RuntimeError(f"the host arena of {self.owner!r} is closed")
-        if self.pinned and self._process != os.getpid():
-            raise RuntimeError(
-                f"the pinned host arena of {self.owner!r} belongs to process {self._process}; "
-                "a forked child does not inherit its contents"
-            )
-        end = offset_bytes + count * dtype.itemsize
-        if offset_bytes < 0 or count < 0 or end > self.nbytes:
-            raise ValueError(
-                f"expected a range within the {self.nbytes:,} bytes of the host arena of "
-                f"{self.owner!r}, got {count:,} elements of {dtype} at byte {offset_bytes:,}"
-            )
-        if offset_bytes % dtype.itemsize:
-            raise ValueError(f"expected an offset aligned for {dtype}, got byte {offset_bytes:,}")
-        if count == 0:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        assert self._mapping is not None
-        return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=offset_bytes)
+    def _survives_fork(self) -> bool:
+        return not self.pinned  # Note [fork] in pages.py
 
     def close(self) -> None:
-        """Give the memory back; tensors carved from it stay valid. A second call does nothing."""
         self._finalizer()
-        self._mapping = None
+        self._buffer = None
         self.pinned = False
-
-
-def _align(offset: int, alignment: int) -> int:
-    return -(-offset // alignment) * alignment
 
 
 def _reserve(nbytes: int, owner: str, threads: int) -> mmap.mmap:

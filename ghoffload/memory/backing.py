@@ -68,9 +68,9 @@ class _Host:
         # Where there is one node, all memory is there.
         bound = node if len(numa.memory_nodes()) > 1 else None
         try:
-            with numa.placed_on(bound), warnings.catch_warnings():
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore", PinWarning)  # an error below: a kind is a promise
-                self._arena = HostArena(nbytes, machine=machine, owner=owner, pin=pin)
+                self._arena = HostArena(nbytes, machine=machine, owner=owner, pin=pin, node=bound)
         except OSError as error:
             raise RuntimeError(
                 f"binding memory to NUMA node {node} is refused here ({error}); numa=None leaves "
@@ -85,16 +85,9 @@ class _Host:
                 f"RLIMIT_MEMLOCK is {'unlimited' if limit is None else f'{limit:,} bytes'})"
             )
         self.address, self.nbytes = self._arena.address, nbytes
-        self.keep: Any = self._arena._mapping
-        self._machine = machine
-        if not pin and machine is not None and reaches_pageable(machine):
-            machine.admit(self.address, nbytes)  # type: ignore[attr-defined]
-        if bound is not None:
-            _confirm(self.address, nbytes, bound, owner)
+        self.keep: Any = self._arena._buffer
 
     def close(self) -> None:
-        if self._machine is not None and self._machine.kind == "cuda":
-            self._machine.dismiss(self.address)  # type: ignore[attr-defined]
         self._arena.close()
         self.keep = None
 
@@ -106,7 +99,7 @@ class _VirtualManaged:
         mapping = _reserve(nbytes, owner, cpu_count())
         self.address, self.nbytes = pages.address_of(mapping), nbytes
         self.keep: Any = mapping
-        machine.register_host(self.address, nbytes, pin=True)
+        machine.admit(self.address, nbytes)
         ledger.add("managed", owner, nbytes)
         self._finalizer = weakref.finalize(
             self, _release_virtual, mapping, machine, self.address, nbytes, owner, os.getpid()
@@ -122,6 +115,7 @@ class _Managed:
 
     def __init__(self, nbytes: int, machine: Machine, owner: str, node: int | None) -> None:
         driver = Driver.of(machine)  # type: ignore[arg-type]
+        node = machine.host_node if node is None else node
         try:
             self.address = driver.allocate(nbytes)
         except torch.OutOfMemoryError as error:
@@ -145,7 +139,7 @@ class _Managed:
         placed = machine.event("managed memory placed")
         machine.record(placed, stream)
         machine.synchronize(placed, label="managed memory placed")
-        machine.admit(self.address, nbytes)  # type: ignore[attr-defined]
+        machine.admit(self.address, nbytes, node=node)
 
     def close(self) -> None:
         self.keep = None
@@ -163,37 +157,13 @@ class _ManagedMemory:
         release.atexit = False  # a tensor may look at it until the very end
 
 
-def reaches_pageable(machine: Machine) -> bool:
-    """Whether the device reads and writes pageable host memory by itself."""
-    return machine.kind == "cuda" and bool(
-        Driver.of(machine).attribute("PAGEABLE_MEMORY_ACCESS")  # type: ignore[arg-type]
-    )
-
-
-def _confirm(address: int, nbytes: int, node: int, owner: str) -> None:
-    try:
-        numa.bind(address, nbytes, node)
-        elsewhere, looked_at = numa.off_node(address, nbytes, node)
-    except OSError as error:
-        text = f"{owner}: whether memory is on NUMA node {node} cannot be confirmed: {error}"
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
-        return
-    if elsewhere:
-        warnings.warn(
-            f"{owner}: expected {nbytes:,} bytes on NUMA node {node}, but {elsewhere:,} of "
-            f"{looked_at:,} pages looked at are elsewhere",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-
 def _release_virtual(
     mapping: mmap.mmap, machine: Machine, address: int, nbytes: int, owner: str, process: int
 ) -> None:
     if os.getpid() != process:
         return
     try:
-        machine.unregister_host(address)
+        machine.dismiss(address)
     finally:
         ledger.remove("managed", owner, nbytes)
 
@@ -203,7 +173,7 @@ def _release_managed(
 ) -> None:
     if os.getpid() != process:
         return
-    machine.dismiss(address)  # type: ignore[attr-defined]
+    machine.dismiss(address)
     try:
         machine.synchronize_all()
         driver.free(address)

@@ -4,8 +4,9 @@ Note [binding]
     Pages go where the policy of the thread that touches them first says, and threads begin with
     the policy of the one that starts them. So ``placed_on`` sets this thread's policy while a
     segment is reserved and touched; ``bind`` then fixes the range itself, so that pages the kernel
-    moves later stay on the node. Where containers forbid these calls, memory goes where it goes,
-    and ``off_node`` tells how much of it went elsewhere.
+    moves later stay on the node. ``preferring`` is for a default: a full node is no error then.
+    Where containers forbid these calls, memory goes where it goes, and ``confirm`` tells how much
+    of it went elsewhere.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import mmap
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +28,7 @@ _NUMBERS = {
     "x86_64": {"mbind": 237, "set_mempolicy": 238, "get_mempolicy": 239, "move_pages": 279},
     "aarch64": {"mbind": 235, "get_mempolicy": 236, "set_mempolicy": 237, "move_pages": 239},
 }
-_MPOL_BIND = 2
+_MPOL_PREFERRED, _MPOL_BIND = 1, 2
 _MASK_WORDS = 16  # 1,024 nodes
 _SAMPLES = 4096
 
@@ -47,14 +49,25 @@ def placed_on(node: int | None) -> Iterator[None]:
     if node is None:
         yield
         return
-    mode, outer = ctypes.c_int(), (ctypes.c_ulong * _MASK_WORDS)()
-    bits = ctypes.c_ulong(64 * _MASK_WORDS)
-    _call("get_mempolicy", ctypes.byref(mode), outer, bits, None, ctypes.c_ulong(0))
-    _call("set_mempolicy", ctypes.c_long(_MPOL_BIND), _mask(node), bits)
+    outer = _set_policy(_MPOL_BIND, node)
     try:
         yield
     finally:
-        _call("set_mempolicy", ctypes.c_long(mode.value), outer if any(outer) else None, bits)
+        _restore_policy(outer)
+
+
+@contextlib.contextmanager
+def preferring(node: int | None) -> Iterator[None]:
+    """As ``placed_on``, but elsewhere where the node is full or the system refuses."""
+    outer = None
+    if node is not None:
+        with contextlib.suppress(OSError):
+            outer = _set_policy(_MPOL_PREFERRED, node)
+    try:
+        yield
+    finally:
+        if outer is not None:
+            _restore_policy(outer)
 
 
 def bind(address: int, nbytes: int, node: int) -> None:
@@ -100,6 +113,47 @@ def off_node(address: int, nbytes: int, node: int) -> tuple[int, int]:
         ctypes.c_long(0),
     )
     return sum(found != node for found in status), count
+
+
+def confirm(address: int, nbytes: int, node: int, owner: str, *, quiet: bool = False) -> None:
+    """Warn of pages that are not on ``node``, and (unless ``quiet``) that nobody can tell.
+
+    Warns:
+        RuntimeWarning: with the figures.
+    """
+    try:
+        elsewhere, looked_at = off_node(address, nbytes, node)
+    except OSError as error:
+        if quiet:
+            return
+        text = f"{owner}: whether memory is on NUMA node {node} cannot be confirmed: {error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return
+    if elsewhere:
+        warnings.warn(
+            f"{owner}: expected {nbytes:,} bytes on NUMA node {node}, but {elsewhere:,} of "
+            f"{looked_at:,} pages looked at are elsewhere",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+_Policy = tuple[int, "ctypes.Array[ctypes.c_ulong]"]
+
+
+def _set_policy(mode: int, node: int) -> _Policy:
+    """Set this thread's policy; the one before."""
+    old, outer = ctypes.c_int(), (ctypes.c_ulong * _MASK_WORDS)()
+    bits = ctypes.c_ulong(64 * _MASK_WORDS)
+    _call("get_mempolicy", ctypes.byref(old), outer, bits, None, ctypes.c_ulong(0))
+    _call("set_mempolicy", ctypes.c_long(mode), _mask(node), bits)
+    return old.value, outer
+
+
+def _restore_policy(policy: _Policy) -> None:
+    mode, nodes = policy
+    bits = ctypes.c_ulong(64 * _MASK_WORDS)
+    _call("set_mempolicy", ctypes.c_long(mode), nodes if any(nodes) else None, bits)
 
 
 def _pages(address: int, nbytes: int) -> tuple[int, int]:

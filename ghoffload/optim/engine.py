@@ -20,6 +20,7 @@ from ghoffload.memory import HostArena
 from ghoffload.optim.buckets import ParameterSpec, plan
 from ghoffload.optim.hosted import DirectStep, HostStep
 from ghoffload.optim.operands import BucketJob, collect, jobs, reserve
+from ghoffload.optim.resolve import resolve
 from ghoffload.optim.section import LiveBucket, Section
 from ghoffload.optim.streamed import StreamedStep
 
@@ -45,8 +46,8 @@ class Engine:
         self._pending = False
         self._closed = False
         self._process = os.getpid()
-        self.on_host = machine is None or config.step_device == "cpu"
-        _check(machine, config, self.on_host)
+        self.resolved = resolve(machine, config)
+        self.on_host = self.resolved.on_host
         if isinstance(machine, CudaMachine):
             preload(machine.device.index)  # a kernel that cannot be built is known before any step
         self._stepper: StreamedStep | HostStep | DirectStep
@@ -57,14 +58,15 @@ class Engine:
                 machine,
                 staging_buffers=config.staging_buffers,
                 threads=config.cpu_threads,
-                pin=config.pin_memory,
+                pin=self.resolved.memory_kind == "pinned",
                 owner=owner,
             )
         else:
             self._stepper = StreamedStep(
                 machine,
                 staging_buffers=config.staging_buffers,
-                in_place=config.transfer == "kernel",
+                in_place=self.resolved.in_place,
+                ctas=self.resolved.ctas,
                 owner=owner,
             )
 
@@ -97,10 +99,12 @@ class Engine:
         config = self.config
         specs = [self.spec(parameter, amsgrad[parameter]) for parameter in parameters]
         everything = sum(spec.state_bytes for spec in specs)
-        resident = everything if config.memory_kind == "device" else config.hbm_state_bytes
+        resolved = self.resolved
+        resident = everything if resolved.memory_kind == "device" else config.hbm_state_bytes
         spaces = plan(
             specs,
-            bucket_bytes=config.bucket_bytes,
+            # An update in place needs no granularity: nothing is staged.
+            bucket_bytes=everything if resolved.in_place else config.bucket_bytes,
             max_pieces=MAX_PIECES,
             resident_bytes=resident,
             min_offload_bytes=config.min_offload_bytes,
@@ -112,12 +116,12 @@ class Engine:
             spaces,
             machine=self.machine,
             counters_on_host=self.on_host,
-            pin=config.pin_memory,
+            memory_kind=resolved.memory_kind,
             first_slot=first_slot,
             owner=self.owner,
         )
         try:
-            if config.transfer == "kernel" and section.host_bytes and not section.pinned:
+            if resolved.in_place and section.host_kind not in (None, resolved.memory_kind):
                 raise RuntimeError(
                     "transfer='kernel' expects host state in pinned memory, and pinning it was "
                     "refused; raise the limit, or use transfer='copy_engine'"
@@ -209,23 +213,3 @@ class Engine:
         for section in self.sections:
             section.close()
         self._home.clear()
-
-
-def _check(machine: Machine | None, config: OffloadConfig, on_host: bool) -> None:
-    if machine is None and config.step_device == "cuda":
-        raise ValueError(
-            "step_device='cuda' expects parameters in HBM, got parameters on the CPU; move the "
-            "model to the GPU first, or use step_device='auto'"
-        )
-    if config.transfer == "kernel" and (on_host or not config.pin_memory):
-        raise ValueError(
-            "transfer='kernel' lets the GPU update pinned host state where it lies; it expects "
-            f"parameters in HBM, a step there and pin_memory=True, got step_device="
-            f"{config.step_device!r} and pin_memory={config.pin_memory}"
-        )
-    resident = config.memory_kind == "device" or config.hbm_state_bytes or config.min_offload_bytes
-    if on_host and resident:
-        raise ValueError(
-            "memory_kind='device', hbm_state_bytes and min_offload_bytes keep state in HBM, which "
-            "a step on the CPU cannot update; drop them, or step with step_device='cuda'"
-        )

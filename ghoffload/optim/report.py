@@ -74,7 +74,7 @@ def memory_report(engine: Engine, param_groups: list[dict[str, Any]]) -> MemoryR
                 grad = parameter.grad
                 add("gradients", hbm, grad.numel() * grad.element_size())
     for section in engine.sections:
-        host = "pinned" if section.pinned else "system"
+        host = section.host_kind or "system"
         for space in section.spaces:
             for name, array in space.arrays.items():
                 kind = hbm if space.plan.resident else host

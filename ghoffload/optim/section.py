@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ghoffload.kernels.adam import SCALARS, PieceTable
 from ghoffload.machine.protocol import Machine
-from ghoffload.memory import HostArena, ledger
+from ghoffload.memory import Carved, ledger, state_arena
 from ghoffload.optim.buckets import MASTER, Bucket, ParameterSpec, Space
 from ghoffload.optim.layout import Layout
 
@@ -98,7 +98,7 @@ class Section:
         *,
         machine: Machine | None,
         counters_on_host: bool,
-        pin: bool,
+        memory_kind: str,
         first_slot: int,
         owner: str,
     ) -> None:
@@ -113,7 +113,7 @@ class Section:
         self._on_device: list[Tensor] = []
         self._closed = False
         self._views: dict[tuple[int, str], Tensor] = {}
-        self._arena = self._reserve_host(spaces, pin)
+        self._arena = self._reserve_host(spaces, memory_kind)
         count = len(self.parameters)
         if machine is None or counters_on_host:
             self.steps = torch.zeros(count, dtype=torch.float32, device="cpu")
@@ -136,7 +136,7 @@ class Section:
             for bucket in space.plan.buckets
         ]
 
-    def _reserve_host(self, spaces: Sequence[Space], pin: bool) -> HostArena | None:
+    def _reserve_host(self, spaces: Sequence[Space], memory_kind: str) -> Carved | None:
         nbytes = 0
         for space in spaces:
             if not space.resident:
@@ -144,9 +144,7 @@ class Section:
                 nbytes += array * len(space.arrays)
         if nbytes == 0:
             return None
-        return HostArena(
-            nbytes, machine=self._machine, owner=self._owner, pin=pin and self._machine is not None
-        )
+        return state_arena(memory_kind, nbytes, machine=self._machine, owner=self._owner)
 
     def _reserve_space(self, plan: Space) -> SpaceState:
         arrays = {}
@@ -175,12 +173,9 @@ class Section:
         return tensor
 
     @property
-    def pinned(self) -> bool:
-        return self._arena is not None and self._arena.pinned
-
-    @property
-    def host_bytes(self) -> int:
-        return 0 if self._arena is None else self._arena.nbytes
+    def host_kind(self) -> str | None:
+        """The memory kind of the host state; ``None`` where there is none."""
+        return None if self._arena is None else self._arena.kind
 
     def entry(self, index: int, name: str) -> Tensor:
         """The live tensor of one state entry, in the parameter's shape (``step``: 0-dim).

@@ -35,13 +35,14 @@ class StreamedStep:
 
     Args:
         in_place: kernels read and write host state over the link; nothing is copied.
+        ctas: thread blocks of an update in place.
     """
 
     def __init__(
-        self, machine: Machine, *, staging_buffers: int, in_place: bool, owner: str
+        self, machine: Machine, *, staging_buffers: int, in_place: bool, ctas: int, owner: str
     ) -> None:
         self._machine, self._owner = machine, owner
-        self._staging_buffers, self._in_place = staging_buffers, in_place
+        self._staging_buffers, self._in_place, self._ctas = staging_buffers, in_place, ctas
         self._staging: Staging | None = None
         self._reload, self._write_back = Reload(machine), WriteBack(machine)
         self._updated = machine.event("last update")

@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 from pathlib import Path
+from typing import Literal
 
 ROOT = Path("/")
 
@@ -36,13 +37,15 @@ def huge_page_size(root: Path = ROOT) -> int | None:
     return int(text) or None
 
 
-def cgroup_directories(controller: str, root: Path = ROOT) -> list[Path]:
-    """The directories of this process's cgroup and those above it for ``controller``, v1 and v2.
+def cgroup_directories(
+    controller: str, root: Path = ROOT, process: int | Literal["self"] = "self"
+) -> list[Path]:
+    """The directories of a process's cgroup and those above it for ``controller``, v1 and v2.
 
     A limit in any of them holds. Directories that this process cannot see are left out.
     """
     found: dict[Path, None] = {}
-    for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
+    for line in (read_text(root / f"proc/{process}/cgroup") or "").splitlines():
         hierarchy, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if hierarchy == "0" and not controllers:
@@ -65,10 +68,19 @@ def cgroup_directories(controller: str, root: Path = ROOT) -> list[Path]:
 def cgroup_memory(root: Path = ROOT) -> tuple[int | None, int | None]:
     """The tightest memory limit of this process's cgroups and the least room below any, in bytes.
 
-    ``None`` each where there is no limit. Page cache of files counts as room: the kernel gives it
-    up first.
+    ``None`` each where there is no limit.
     """
-    limits, rooms = [], []
+    levels = cgroup_memory_levels(root).values()
+    limits, rooms = [limit for limit, _ in levels], [room for _, room in levels]
+    return min(limits, default=None), min(rooms, default=None)
+
+
+def cgroup_memory_levels(root: Path = ROOT) -> dict[Path, tuple[int, int]]:
+    """Each of this process's cgroups that has a memory limit: the limit and the room below it.
+
+    Page cache of files counts as room: the kernel gives it up first.
+    """
+    levels = {}
     for directory in cgroup_directories("memory", root):
         for limit_name, usage_name, prefix in (
             ("memory.max", "memory.current", ""),  # v2
@@ -80,9 +92,8 @@ def cgroup_memory(root: Path = ROOT) -> tuple[int | None, int | None]:
                 continue
             stat = fields(directory / "memory.stat")
             cache = sum(stat.get(f"{prefix}{name}_file", 0) for name in ("active", "inactive"))
-            limits.append(limit)
-            rooms.append(max(0, min(limit, limit - usage + cache)))
-    return min(limits, default=None), min(rooms, default=None)
+            levels[directory] = (limit, max(0, min(limit, limit - usage + cache)))
+    return levels
 
 
 def cpu_count(root: Path = ROOT, affinity: int | None = None) -> int:
