@@ -1,12 +1,7 @@
-// Byte copies between many places in one launch. The table travels by value, as in adamw.cu.
+// Byte copies between many places in one launch. The table travels by value.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "table.cuh"
 
-constexpr u32 SMALL_PIECES = 64, LARGE_PIECES = 640;
 constexpr u32 THREADS = 256;
 constexpr u32 CHUNK = 16384;  // bytes of one block
 
@@ -45,16 +40,7 @@ __device__ __forceinline__ i64 copy_words(char* destination, const char* source,
 
 template <u32 N>
 __device__ __forceinline__ void copy(const Table<N>& t) {
-    // The last piece that begins at or before this block; there are no empty ones.
-    u32 low = 0, high = t.pieces;
-    while (high - low > 1) {
-        u32 middle = (low + high) / 2;
-        if (t.piece[middle].first_chunk <= blockIdx.x)
-            low = middle;
-        else
-            high = middle;
-    }
-    const Piece& piece = t.piece[low];
+    const Piece& piece = t.piece[piece_of(t, blockIdx.x)];
     char *to = piece.destination, *from = piece.source;
     i64 begin = i64(blockIdx.x - piece.first_chunk) * CHUNK;
     const i64 end = begin + CHUNK < piece.bytes ? begin + CHUNK : piece.bytes;

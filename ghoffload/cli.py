@@ -20,6 +20,7 @@ _COMMANDS = {
     "check": "check this machine: kernels bit for bit, waits, a short training against torch",
     "doctor": "say what this machine is, what will be used and why, and what is wrong",
     "bandwidth": "measure this machine's link and memories: GB/s by kind, size and CTAs, latencies",
+    "watch": "show what running processes hold and move: memory, link traffic, steps a second",
 }
 _USAGE = 2  # argparse's exit code for a command line it cannot read
 _INTERRUPTED = 130  # the shell's code for Ctrl-C

@@ -16,8 +16,8 @@ ENVIRONMENT_PREFIX = "GHOFFLOAD_"
 StepDevice = Literal["auto", "cuda", "cpu"]
 MemoryKind = Literal["auto", "pinned", "managed", "system", "device"]
 Transfer = Literal["auto", "copy_engine", "kernel"]
-Master = Literal["auto", "fp32", "none"]
-Moments = Literal["fp32"]
+Master = Literal["auto", "split", "fp32", "none"]
+Moments = Literal["fp32", "bf16", "int8"]
 Overlap = Literal["step"]
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -62,10 +62,14 @@ class OffloadConfig:
             machine for pinned memory; managed and system memory take the kernel.
         ctas: thread blocks of an update in place; 0 takes the fewest that fill the link, as
             measured on this machine.
-        master: ``"fp32"`` keeps an fp32 master of bf16 and fp16 parameters on the host
-            (``"auto"`` does), ``"none"`` updates the parameter in its own dtype. fp32 parameters
-            are their own master either way.
-        moments: dtype of ``exp_avg`` and ``exp_avg_sq``.
+        master: how bf16 and fp16 parameters keep an fp32 master; fp32 parameters are their own.
+            ``"split"`` (``"auto"``) keeps only the 16 bits that the bf16 weight does not have: 2
+            bytes a parameter less, exact, with the weight rounded up at a tie; fp16 parameters
+            take ``"fp32"``, an array of its own. ``"none"`` updates the parameter in its dtype.
+        moments: format of ``exp_avg`` and ``exp_avg_sq``: ``"fp32"``; ``"bf16"``, stochastically
+            rounded; ``"int8"``, non-linear codes with a scale for each 128 elements. A parameter
+            group may have a ``"moments"`` of its own (fp32 for embeddings, say).
+        moments_fp32_below: parameters with fewer elements keep fp32 moments in any case.
         bucket_bytes: the granularity: host-state bytes moved and stepped together.
         staging_buffers: HBM buffers of one bucket each that state streams through (2 or more).
         hbm_state_bytes: bytes of state that may stay in HBM; they are then never moved.
@@ -81,6 +85,7 @@ class OffloadConfig:
     ctas: int = 0
     master: Master = "auto"
     moments: Moments = "fp32"
+    moments_fp32_below: int = 4096
     bucket_bytes: int = 48 << 20
     staging_buffers: int = 4
     hbm_state_bytes: int = 0
@@ -102,6 +107,7 @@ class OffloadConfig:
             ("staging_buffers", 2),
             ("cpu_threads", 0),
             ("ctas", 0),
+            ("moments_fp32_below", 0),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -26,6 +26,8 @@ for _name in [name for name in os.environ if name.startswith("GHOFFLOAD_")]:
     del os.environ[_name]
 # Compiled kernels stay between runs, named by a hash of their sources, and out of the user's own.
 os.environ["GHOFFLOAD_CACHE_DIR"] = str(ROOT / ".cache" / "ghoffload")
+# What other processes hold and were promised must not decide a test either.
+os.environ["GHOFFLOAD_GROUP"] = f"-tests-{os.getpid()}"
 
 hypothesis.settings.register_profile(
     "ghoffload",

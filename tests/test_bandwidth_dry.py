@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 import ghoffload.bandwidth as command
-from ghoffload.bandwidth import clock, managed, run
+from ghoffload.bandwidth import managed, run
 from ghoffload.bandwidth.plan import GB, MB
 from ghoffload.bandwidth.results import Results
 from ghoffload.kernels import bandwidth, cuda
 from ghoffload.machine.cuda import CudaMachine, CudaStream
+from ghoffload.measure import clock, raw
 
 ENGINE, BACK, WORDS, BULK, HBM, LAUNCH = 50e9, 25e9, 40e9, 45e9, 4e12, 2e-6
 
@@ -65,6 +66,7 @@ class FakeEvent:
 class FakeMachine:
     """Copies tensors at once, and knows how long it would have taken."""
 
+    kind = "cuda"
     device = torch.device("cuda", 0)
     pin_refusal = "CUDA_ERROR_NOT_PERMITTED"
     host_node = None
@@ -74,15 +76,16 @@ class FakeMachine:
         self.h2d, *rest = (CudaStream(f"lane {k}", s) for k, s in self.streams.items())  # type: ignore[arg-type]
         self.d2h = tuple(rest)
         self.pins = True
+        self.uuid = "ab" * 16
         self.registered: set[int] = set()
         self.held = 0
-        self.hbm: set[int] = set()
+        self.hbm: dict[int, int] = {}
         self.clock = 0.0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         self.held += 1
         tensor = torch.empty(shape, dtype=dtype)
-        self.hbm.add(tensor.untyped_storage().data_ptr())
+        self.hbm[tensor.data_ptr()] = tensor.nbytes
         return tensor
 
     def free(self, tensor: Tensor) -> None:
@@ -102,12 +105,43 @@ class FakeMachine:
 
     def copy(self, destination: Tensor, source: Tensor, *, stream: CudaStream) -> None:
         assert destination.nbytes == source.nbytes
-        inwards = destination.untyped_storage().data_ptr() in self.hbm
-        self.busy(stream.handle, destination.nbytes / (ENGINE if inwards else BACK))
+        self.moved(destination.data_ptr(), destination.nbytes, stream.handle)
+
+    def moved(self, destination: int, nbytes: int, handle: int) -> None:
+        inwards = any(start <= destination < start + size for start, size in self.hbm.items())
+        self.busy(handle, nbytes / (ENGINE if inwards else BACK))
 
     def busy(self, handle: int, seconds: float) -> None:
         self.streams[handle].time += seconds
         self.clock += seconds
+
+
+class FakeRaw:
+    """The driver's calls by address; HBM is memory of this process."""
+
+    def __init__(self, machine: FakeMachine) -> None:
+        self.machine = machine
+        self.memory: dict[int, Tensor] = {}
+
+    def allocate(self, nbytes: int) -> int:
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.memory[memory.data_ptr()] = memory
+        self.machine.held += 1
+        self.machine.hbm[memory.data_ptr()] = nbytes
+        return memory.data_ptr()
+
+    def free(self, address: int) -> None:
+        self.machine.held -= 1
+        del self.memory[address], self.machine.hbm[address]
+
+    def copy(self, destination: int, source: int, nbytes: int, *, stream: int) -> None:
+        self.machine.moved(destination, nbytes, stream)
+
+    def uuid(self) -> str:
+        return self.machine.uuid
+
+    def driver_version(self) -> str:
+        return "580.95.05"
 
 
 @pytest.fixture
@@ -139,6 +173,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMachine]:
     monkeypatch.setattr(bandwidth, "_launch_bulk", launch_bulk)
     monkeypatch.setattr(CudaMachine, "of", classmethod(lambda cls, index: fake))
     monkeypatch.setattr(managed, "Driver", lambda index: FakeDriver(fake))
+    monkeypatch.setattr(raw, "Raw", FakeRaw)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)

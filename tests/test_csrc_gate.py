@@ -29,7 +29,8 @@ def directory(tmp_path: Path) -> Path:
     except KernelBuildError as error:
         pytest.skip(f"needs the compiler and the disassembler: {error}")
     source = build.source_directory()
-    shutil.copy(source / "pack.cu", tmp_path)
+    for path in (source / "pack.cu", *source.glob("*.cuh")):
+        shutil.copy(path, tmp_path)
     manifest = json.loads((source / "manifest.json").read_text())
     write(tmp_path, {"pack": manifest["pack"]})
     return tmp_path

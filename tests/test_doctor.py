@@ -14,13 +14,23 @@ from test_topology_machines import HMM, container, gb200, gh200, no_gpu, x86
 
 from ghoffload import cli
 from ghoffload.config import OffloadConfig
-from ghoffload.doctor import measure, page
+from ghoffload.doctor import link, page, units
 from ghoffload.doctor.choices import choices
-from ghoffload.doctor.findings import Copies, Readings
+from ghoffload.doctor.findings import Readings
 from ghoffload.doctor.report import examine_machine
 from ghoffload.machine.topology import GpuEvidence, Reader, probe
+from ghoffload.measure import KernelRate, Rates
 
-FAST = Copies(gpu=0, nbytes=256_000_000, pinned=True, refusal=None, h2d=54.9e9, d2h=55e9)
+FAST = Rates(
+    measured=1.0,
+    h2d=54.9e9,
+    d2h=55e9,
+    both=96.2e9,
+    hbm=4191e9,
+    pinned=KernelRate(rate=84.7e9, ctas=4),
+    managed=KernelRate(rate=84.8e9, ctas=1),
+    pinned_bytes=134_217_728,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -29,16 +39,17 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> list[Copies]:
-    """Made-up copies: what is in the list is measured, and nothing in it is a failure."""
+def rates(monkeypatch: pytest.MonkeyPatch) -> list[Rates]:
+    """Made-up rates: what is in the list is measured, and nothing in it is a failure."""
     results = [FAST]
 
-    def measured(during: Callable) -> tuple:
+    def read(during: Callable, *, fresh: bool = False) -> tuple:
         if not results:
             raise RuntimeError("the GPU fell off the bus")
-        return results[0], during()
+        age = 0.0 if fresh else 3 * 86400.0
+        return {"rates": results[0], "gpu": 0, "age": age}, during()
 
-    monkeypatch.setattr(measure, "measure_copies", measured)
+    monkeypatch.setattr(link, "read", read)
     return results
 
 
@@ -61,15 +72,40 @@ def shown(reader: Reader, **options: bool) -> str:
 
 
 def test_choices_with_a_gpu(tmp_path: Path) -> None:
-    made = chosen(x86(tmp_path), copies=FAST)
+    made = chosen(x86(tmp_path), rates=FAST)
     assert made["step device"][0] == "cuda"
     assert made["memory kind"][0] == "pinned"
-    assert "cannot read ordinary memory" in made["memory kind"][1]
+    assert "managed 84.8 GB/s, not 5 % more" in made["memory kind"][1]
     assert made["transfer"][0] == "copy engine"
-    assert "3 copy engines, so both directions at once; 54.9 GB/s" in made["transfer"][1]
+    assert "96.2 GB/s by copy engine, 84.7 GB/s by kernel in place" in made["transfer"][1]
+    assert made["transfer"][1].endswith("3 copy engines, so both directions at once")
+    assert "CTAs" not in made
     assert made["host state"][0] == "up to 410 GB"
-    assert "HMM" in chosen(x86(tmp_path / "h", chip=HMM))["memory kind"][1]
-    assert "page tables" in chosen(gh200(tmp_path / "g"))["memory kind"][1]
+    made = chosen(x86(tmp_path / "none"))
+    assert (made["memory kind"][0], made["transfer"][0]) == ("pinned", "copy engine")
+    assert "nothing was measured" in made["memory kind"][1]
+
+
+def test_a_kernel_that_is_faster_is_chosen_with_its_ctas(tmp_path: Path) -> None:
+    slow = dataclasses.replace(FAST, both=80e9, managed=None)
+    made = chosen(x86(tmp_path), rates=slow)
+    assert made["transfer"][0] == "kernel"
+    assert made["CTAs"][0] == "4"
+    assert "filled the link on pinned memory: 84.7 GB/s" in made["CTAs"][1]
+
+
+def test_only_what_the_gpu_reaches_is_chosen(tmp_path: Path) -> None:
+    """Figures of system memory count where the attributes say that kernels read it."""
+    rates = dataclasses.replace(FAST, system=KernelRate(rate=200e9, ctas=8))
+    assert chosen(x86(tmp_path), rates=rates)["memory kind"][0] == "pinned"
+    for name, reader in (
+        ("h", x86(tmp_path / "h", chip=HMM)),
+        ("g", gh200(tmp_path / "g")),
+    ):
+        made = chosen(reader, rates=rates)
+        assert made["memory kind"][0] == "system", name
+        assert made["transfer"][0] == "kernel"
+        assert made["CTAs"][0] == "8"
 
 
 def test_choices_follow_the_configuration(tmp_path: Path) -> None:
@@ -78,12 +114,18 @@ def test_choices_follow_the_configuration(tmp_path: Path) -> None:
     assert made["step device"] == ("cpu", "GHOFFLOAD_STEP_DEVICE says so")
     assert made["memory kind"] == ("device", "GHOFFLOAD_MEMORY_KIND says so")
     assert "transfer" not in made
-    assert chosen(x86(tmp_path), OffloadConfig(pin_memory=False))["memory kind"][0] == "system"
-    refused = dataclasses.replace(FAST, pinned=False)
-    assert chosen(x86(tmp_path), copies=refused)["memory kind"] == (
+    assert chosen(x86(tmp_path), OffloadConfig(pin_memory=False))["memory kind"][0] == "pageable"
+    config = OffloadConfig(memory_kind="system", ctas=7)
+    made = chosen(x86(tmp_path), config)
+    assert made["memory kind"] == (
         "system",
-        "pinning was refused here",
+        "GHOFFLOAD_MEMORY_KIND says so, and this device does not reach it",
     )
+    assert made["CTAs"] == ("7", "GHOFFLOAD_CTAS says so")
+    refused = Rates(pin_refusal="no", managed=KernelRate(rate=84e9, ctas=4))
+    value, why = chosen(x86(tmp_path), rates=refused)["memory kind"]
+    assert value == "managed"
+    assert "pinning was refused here (no)" in why
 
 
 def test_choices_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +152,7 @@ def test_no_gpu_ends_with_a_plain_sentence(
     )
 
 
-def test_a_healthy_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: list) -> None:
+def test_a_healthy_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rates: list) -> None:
     on(monkeypatch, x86(tmp_path))
     assert cli.main(["doctor"]) == 0
     said = shown(x86(tmp_path))
@@ -118,16 +160,29 @@ def test_a_healthy_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: 
     assert "PCIe 5 x16 (best: 5 x16)" in said
     assert "580.95.05, CUDA 13.0" in said
     assert "What is wrong" not in said
+    assert (
+        "copy engine 54.9 GB/s to the GPU, 55.0 GB/s from it, 96.2 GB/s both ways at once" in said
+    )
+    assert "pinned 84.7 GB/s with 4 CTAs, managed 84.8 GB/s with 1 CTA" in said
+    assert "HBM 4,191 GB/s" in said
+    assert "measured 3 days ago; --fresh measures again" in said
+    assert "measured just now" in shown(x86(tmp_path), fresh=True)
+    assert "What its link gives" not in shown(x86(tmp_path), copies=False)
     assert said.endswith("Nothing here will hurt.")
+
+
+def test_ages_read_well() -> None:
+    ages = {5: "just now", 60: "1 minute ago", 7300: "2 hours ago", 86400: "1 day ago"}
+    assert {seconds: units.age(seconds) for seconds in ages} == ages
 
 
 def test_an_ill_gpu(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    copies: list[Copies],
+    rates: list[Rates],
 ) -> None:
-    copies[0] = dataclasses.replace(FAST, h2d=10e9)
+    rates[0] = dataclasses.replace(FAST, h2d=10e9)
     on(monkeypatch, x86(tmp_path, telemetry={"CurrPcieLinkWidth": 4}))
     assert cli.main(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
@@ -136,7 +191,7 @@ def test_an_ill_gpu(
         ("link_degraded", "hurts"),
         ("slow_copies", "hurts"),
     ]
-    assert report["copies"]["h2d"] == 10e9
+    assert report["rates"]["h2d"] == 10e9
     assert report["nvrtc"] == [13, 0]
     assert report["topology"]["gpus"][0]["link"]["width"] == 4
     said = shown(x86(tmp_path, telemetry={"CurrPcieLinkWidth": 4}))
@@ -144,9 +199,7 @@ def test_an_ill_gpu(
     assert said.endswith("2 things here will hurt.")
 
 
-def test_a_note_does_not_hurt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: list
-) -> None:
+def test_a_note_does_not_hurt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rates: list) -> None:
     on(monkeypatch, x86(tmp_path, files=container(64 * 10**9)))
     assert cli.main(["doctor"]) == 0
     assert "note: this process's cgroup may use 64 GB" in shown(x86(tmp_path))
@@ -158,18 +211,18 @@ def test_the_link_is_judged_while_copies_run(
     """An idle GPU that wakes to a degraded link: the second look finds it."""
     reader = x86(tmp_path, telemetry={"CurrPcieLinkGeneration": 1, "PerformanceState": 8})
 
-    def measured(during: Callable) -> tuple:
+    def read(during: Callable, *, fresh: bool) -> tuple:
         reader.nvml.gpus[0].update(CurrPcieLinkGeneration=3, PerformanceState=0)
         reader.nvml.gpus[0]["PcieReplayCounter"] = 7
-        return FAST, during()
+        return {"rates": FAST, "gpu": 0}, during()
 
-    monkeypatch.setattr(measure, "measure_copies", measured)
+    monkeypatch.setattr(link, "read", read)
     checks = [finding.check for finding in examine_machine(reader).findings]
     assert checks == ["link_degraded", "errors_growing"]
 
 
-def test_copies_that_fail_are_a_finding(tmp_path: Path, copies: list) -> None:
-    copies.clear()
+def test_copies_that_fail_are_a_finding(tmp_path: Path, rates: list) -> None:
+    rates.clear()
     report = examine_machine(x86(tmp_path))
     assert [finding.check for finding in report.findings] == ["copies_failed"]
     assert "RuntimeError: the GPU fell off the bus" in report.findings[0].what
@@ -183,8 +236,30 @@ def test_a_bad_setting_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "got 'magnetic'" in report.findings[0].what
 
 
-def test_pages_of_coherent_machines(tmp_path: Path, copies: list[Copies]) -> None:
-    copies[0] = dataclasses.replace(FAST, h2d=378e9, d2h=297e9)
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"MEASURE": "often"}, "GHOFFLOAD_MEASURE expects 0, 1, true or false, got 'often'"),
+        ({"MEMORY_KIND": "managed", "TRANSFER": "copy_engine"}, "got 'copy_engine'"),
+    ],
+)
+def test_settings_that_stop_an_optimizer_are_a_finding(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rates: list,
+    variables: dict,
+    sentence: str,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(f"GHOFFLOAD_{name}", value)
+    report = examine_machine(x86(tmp_path))
+    assert report.findings[0].check == "settings"
+    assert sentence in report.findings[0].what
+    assert report.choices
+
+
+def test_pages_of_coherent_machines(tmp_path: Path, rates: list[Rates]) -> None:
+    rates[0] = dataclasses.replace(FAST, h2d=378e9, d2h=297e9)
     said = shown(gh200(tmp_path / "g"))
     assert "C2C, 5 of 5 links up" in said
     assert "coherent, NUMA mode: HBM is node 1" in said
@@ -199,7 +274,7 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     code = cli.main(["doctor", "--json", "--no-copies"])
     report = json.loads(capsys.readouterr().out)
     assert code == int(report["hurts"])
-    assert report["copies"] is None
+    assert report["rates"] is None
     assert report["choices"]
 
 
@@ -216,8 +291,9 @@ def test_this_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(capsys.readouterr().out)
     assert code == int(report["hurts"])
     assert "copies_failed" not in [finding["check"] for finding in report["findings"]]
-    assert report["copies"]["h2d"] > 1e9
-    assert report["copies"]["d2h"] > 1e9
+    assert report["rates"]["h2d"] > 1e9
+    assert report["rates"]["d2h"] > 1e9
     assert report["choices"][0]["value"] == "cuda"
     assert seconds < 3
-    assert cli.main(["doctor"]) == code
+    assert report["rates"]["both"] > report["rates"]["h2d"]
+    assert cli.main(["doctor", "--fresh"]) == code

@@ -23,12 +23,13 @@ from test_topology_machines import (
 )
 
 from ghoffload.doctor.checks import READING_CHECKS, TOPOLOGY_CHECKS, examine
-from ghoffload.doctor.findings import Copies, Finding, Readings, Severity
+from ghoffload.doctor.findings import Finding, Readings, Severity
 from ghoffload.doctor.reading_checks import expected_rate
 from ghoffload.machine.topology import GpuEvidence, Reader, probe
+from ghoffload.measure import Rates
 
 HURTS, NOTE = Severity.HURTS, Severity.NOTE
-FAST = Copies(gpu=0, nbytes=256_000_000, pinned=True, refusal=None, h2d=54.9e9, d2h=55e9)
+FAST = Rates(h2d=54.9e9, d2h=55e9, pinned_bytes=134_217_728)
 LITTLE = {"proc/self/limits": "Max locked memory         8388608   8388608   bytes\n"}
 
 
@@ -53,7 +54,9 @@ def some(reader: Reader, name: str, severity: Severity, **readings: Any) -> str:
 def test_nothing_hurts_on_a_healthy_machine(make: Callable, tmp_path: Path) -> None:
     topology = probe(make(tmp_path))
     fast = dataclasses.replace(FAST, h2d=378e9, d2h=297e9) if make in (gh200, gb200) else FAST
-    readings = Readings(before=topology, copies=fast if topology.gpus else None, nvrtc=(13, 0))
+    readings = Readings(
+        before=topology, rates=fast if topology.gpus else None, gpu=0, nvrtc=(13, 0)
+    )
     notes = {finding.check for finding in examine(topology, readings)}
     expected = {gh200: {"large_pages"}, gb200: {"process_spread_over_nodes"}}
     assert notes == expected.get(make, set())
@@ -157,23 +160,25 @@ def test_slot_too_old(tmp_path: Path) -> None:
         ({"d2h": 40e9}, "ran at 40.0 GB/s from it"),
         ({"h2d": 45e9, "d2h": 45e9}, "45.0 GB/s to the GPU and 45.0 GB/s from it"),
         ({"h2d": 46e9}, None),
-        ({"h2d": 20e9, "pinned": False}, None),  # its own finding says so
-        ({"h2d": 20e9, "gpu": 5}, None),
+        ({"h2d": None}, None),
     ],
 )
 def test_slow_copies_over_pcie(tmp_path: Path, changed: dict, sentence: str | None) -> None:
-    copies = dataclasses.replace(FAST, **changed)
-    finding = found(x86(tmp_path), "slow_copies", copies=copies)
+    rates = dataclasses.replace(FAST, **changed)
+    assert found(x86(tmp_path / "other"), "slow_copies", rates=rates, gpu=5) is None
+    finding = found(x86(tmp_path), "slow_copies", rates=rates, gpu=0, age=7300.0)
     assert (finding is None) == (sentence is None)
     if finding is not None and sentence is not None:
         assert finding.severity is HURTS
         assert sentence in finding.what
+        assert "(measured 2 hours ago)" in finding.what
+        assert "ghoffload doctor --fresh" in finding.mend
 
 
 @pytest.mark.parametrize(("d2h", "ill"), [(88e9, True), (170e9, False)])
 def test_slow_copies_over_c2c(tmp_path: Path, d2h: float, ill: bool) -> None:
-    copies = dataclasses.replace(FAST, h2d=415e9, d2h=d2h)
-    assert (found(gh200(tmp_path), "slow_copies", copies=copies) is not None) == ill
+    rates = dataclasses.replace(FAST, h2d=415e9, d2h=d2h)
+    assert (found(gh200(tmp_path), "slow_copies", rates=rates, gpu=0) is not None) == ill
 
 
 @pytest.mark.parametrize(
@@ -319,24 +324,24 @@ def test_huge_pages_off(tmp_path: Path) -> None:
 
 
 def test_a_refused_pin(tmp_path: Path) -> None:
-    refused = dataclasses.replace(FAST, pinned=False, refusal="out of memory")
-    what = some(x86(tmp_path, files=LITTLE), "locked_memory", HURTS, copies=refused)
-    assert "pinning 0.3 GB of host memory was refused (out of memory): RLIMIT_MEMLOCK is 8 MiB" in (
+    refused = Rates(pin_refusal="out of memory")
+    what = some(x86(tmp_path, files=LITTLE), "locked_memory", HURTS, rates=refused)
+    assert "pinning 0.1 GB of host memory was refused (out of memory): RLIMIT_MEMLOCK is 8 MiB" in (
         what
     )
     unlimited = x86(tmp_path / "u")
-    what = some(unlimited, "locked_memory", HURTS, copies=refused)
+    what = some(unlimited, "locked_memory", HURTS, rates=refused)
     assert "the driver could lock no more memory" in what
 
 
 def test_a_low_limit(tmp_path: Path) -> None:
     made = x86(tmp_path, files={**LITTLE, **container(64 * GB)})
     assert "RLIMIT_MEMLOCK is 8 MiB" in some(made, "locked_memory", NOTE)
-    # 256 MB were pinned in spite of it: this driver does not heed it.
-    assert found(made, "locked_memory", copies=FAST) is None
+    # 134 MB were pinned in spite of it: this driver does not heed it.
+    assert found(made, "locked_memory", rates=FAST) is None
     middling = "Max locked memory  8000000000   8000000000   bytes\n"
     made = x86(tmp_path, files={"proc/self/limits": middling})
-    assert some(made, "locked_memory", NOTE, copies=FAST)  # it was not tried beyond it
+    assert some(made, "locked_memory", NOTE, rates=FAST)  # it was not tried beyond it
     ample = "Max locked memory  900000000000   900000000000   bytes\n"
     assert found(x86(tmp_path, files={"proc/self/limits": ample}), "locked_memory") is None
     without = no_gpu(tmp_path / "n")
@@ -349,7 +354,7 @@ def test_a_low_limit(tmp_path: Path) -> None:
 
 def test_no_telemetry_no_findings(tmp_path: Path) -> None:
     made = dataclasses.replace(x86(tmp_path), nvml=None)
-    assert examine(probe(made), Readings(before=probe(made), copies=FAST)) == []
+    assert examine(probe(made), Readings(before=probe(made), rates=FAST)) == []
 
 
 def test_nothing_known_nothing_found(tmp_path: Path) -> None:

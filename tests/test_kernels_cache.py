@@ -78,20 +78,26 @@ def test_locks_keep_threads_apart(root: Path) -> None:
     assert most == [1, 1, 1, 1]
 
 
-def test_a_cubin_is_compiled_once_and_again_when_its_source_changes(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def csrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source directory of its own, where the compiler is installed."""
     try:
         build.nvrtc_version()
     except KernelBuildError as error:
         pytest.skip(f"needs the compiler: {error}")
     csrc = tmp_path / "csrc"
     csrc.mkdir()
+    monkeypatch.setattr(build, "source_directory", lambda: csrc)
+    return csrc
+
+
+def test_a_cubin_is_compiled_once_and_again_when_its_source_changes(
+    root: Path, csrc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = csrc / "tiny.cu"
     source.write_text('extern "C" __global__ void tiny(int* x) { *x = 1; }')
     compiled = []
     original = build.compile_source
-    monkeypatch.setattr(build, "source_directory", lambda: csrc)
     monkeypatch.setattr(
         build, "compile_source", lambda *args: compiled.append(args[2]) or original(*args)
     )
@@ -105,6 +111,46 @@ def test_a_cubin_is_compiled_once_and_again_when_its_source_changes(
     source.write_text(source.read_text().replace("= 1", "= 2"))
     assert build.cubin("tiny", "sm_90a").code != first
     assert compiled == ["sm_90a", "sm_90a", "sm_80", "sm_90a"]
+
+
+def test_an_included_file_is_part_of_the_source_and_of_the_key(root: Path, csrc: Path) -> None:
+    (csrc / "one.cuh").write_text("constexpr int ONE = 1;\n")
+    (csrc / "two.cuh").write_text(
+        '#include "one.cuh"\n#include "two.cuh"\nconstexpr int TWO = ONE + ONE;'
+    )
+    (csrc / "sum.cu").write_text(
+        '#include "one.cuh"\n  # include "two.cuh"  // again\n'
+        'extern "C" __global__ void sum(int* x) { *x = ONE + TWO; }'
+    )
+    first = build.cubin("sum", "sm_90a").code
+    (csrc / "one.cuh").write_text("constexpr int ONE = 2;\n")
+    assert build.cubin("sum", "sm_90a").code != first
+    assert len(list(root.glob("*.cubin"))) == 2
+
+
+def test_messages_name_the_file_and_line_that_was_written(root: Path, csrc: Path) -> None:
+    (csrc / "good.cuh").write_text("constexpr int GOOD = 1;\n\n\n")
+    (csrc / "bad.cuh").write_text("\nint = 3;\n")
+    (csrc / "a.cu").write_text('#include "good.cuh"\n#include "bad.cuh"\n')
+    (csrc / "b.cu").write_text('#include "good.cuh"\n\nint = 3;')
+    with pytest.raises(KernelBuildError, match=r"bad\.cuh\(2\): error"):
+        build.cubin("a", "sm_90a")
+    with pytest.raises(KernelBuildError, match=r"b\.cu\(3\): error"):
+        build.cubin("b", "sm_90a")
+
+
+@pytest.mark.parametrize("name", ["gone.cuh", "../outside.cuh", "outside.h", "/etc/passwd", ""])
+def test_only_headers_beside_the_source_are_included(tmp_path: Path, name: str) -> None:
+    csrc = tmp_path / "csrc"
+    csrc.mkdir()
+    (tmp_path / "outside.cuh").touch()
+    (csrc / "outside.h").touch()
+    (csrc / "a.cu").write_text(f'\n#include "{name}"\n')
+    with pytest.raises(KernelBuildError) as caught:
+        build.read_source(csrc / "a.cu")
+    assert str(caught.value) == (
+        f"a.cu(2): #include expects the name of a .cuh file in {csrc}, got {name}"
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

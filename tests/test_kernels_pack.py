@@ -50,6 +50,40 @@ def test_large_copies_are_cut_into_tasks_and_come_out_whole() -> None:
     assert torch.equal(packed.view(torch.int32), source)
 
 
+def test_thousands_of_small_tensors_take_several_launches() -> None:
+    generator = torch.Generator().manual_seed(0)
+    dtypes = (torch.uint8, torch.bfloat16, torch.float32, torch.bool, torch.int64)
+    sizes = torch.randint(0, 40, (5000,), generator=generator).tolist()
+    sources = [
+        torch.randint(0, 2, (size,), generator=generator).to(dtypes[k % 5])
+        for k, size in enumerate(sizes)
+    ]
+    packed = torch.full((pack.packed_bytes(sources) + 3,), 99, dtype=torch.uint8)
+    launches = pack.pack_whole(sources, packed)
+    assert len(launches) == 8
+    assert [len(launch.reads) for launch in launches] == [640] * 7 + [520]
+    back = [torch.full_like(source, 1) for source in sources]
+    for launch in (*launches, *pack.unpack_whole(packed, back)):
+        launch.run_on_host()
+    assert all(torch.equal(a, b) for a, b in zip(sources, back, strict=True))
+    begin = 0
+    for source in sources:  # each from a multiple of 16, and nothing between or behind them
+        end = begin + source.nbytes
+        assert torch.equal(packed[begin:end], source.view(torch.uint8))
+        begin = -(-end // 16) * 16
+        assert (packed[end:begin] == 99).all()
+    assert begin == len(packed) - 3
+    assert (packed[begin:] == 99).all()
+    assert pack.pack_whole([], packed) == []
+    assert pack.packed_bytes([]) == 0
+    with pytest.raises(
+        ValueError, match=r"packed expects elements of one byte, got torch\.float32"
+    ):
+        pack.pack_whole(sources, packed.float())
+    with pytest.raises(ValueError, match=r"packed expects \d+ bytes or more"):
+        pack.pack_whole(sources, packed[:-20])
+
+
 def test_pieces_outside_are_refused() -> None:
     table = adam.PieceTable([(0, 4, 8, 2, 0)])
     with pytest.raises(ValueError, match=r"sources\[0\] expects 12 elements or more, got 11"):

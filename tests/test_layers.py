@@ -23,10 +23,11 @@ LAYERS = (
     ("memory",),
     ("transfer",),
     ("kernels",),
+    ("measure",),
     ("optim",),
     ("report",),
     ("ghoffload",),
-    ("bandwidth", "check", "demo", "doctor"),
+    ("bandwidth", "check", "demo", "doctor", "watch"),
     ("cli",),
     ("__main__",),
 )

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ghoffload.errors import PinWarning
-from ghoffload.memory import HostArena, arena, carved_bytes, ledger
+from ghoffload.memory import HostArena, arena, carved_bytes, ledger, limits
 
 ROOT = Path(__file__).resolve().parents[1]
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -273,7 +273,7 @@ def test_refusal_by_the_machine_leaves_nothing(machine: FakeMachine) -> None:
 def test_a_cgroup_that_is_too_small_refuses_before_anything_is_mapped(
     monkeypatch: pytest.MonkeyPatch, machine: FakeMachine
 ) -> None:
-    monkeypatch.setattr(arena, "cgroup_available_bytes", lambda: 4095)
+    monkeypatch.setattr(limits, "host_rooms", lambda: {Path("/made/up"): 4095})
     monkeypatch.setattr(arena.pages, "reserve", lambda nbytes: pytest.fail("mapped"))
     with pytest.raises(torch.OutOfMemoryError, match=r"needs 4,096 bytes .* cgroup leaves 4,095"):
         made(4096, machine)

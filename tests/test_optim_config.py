@@ -66,7 +66,7 @@ def test_the_environment_overrides_mappings_files_and_defaults(
         (
             "GHOFFLOAD_MASTER",
             "half",
-            "master expects one of 'auto', 'fp32', 'none', got 'half'",
+            "master expects one of 'auto', 'split', 'fp32', 'none', got 'half'",
         ),
         ("GHOFFLOAD_BUCKET_BYTES", "big", "GHOFFLOAD_BUCKET_BYTES expects bytes .*, got 'big'"),
         ("GHOFFLOAD_PIN_MEMORY", "maybe", "GHOFFLOAD_PIN_MEMORY expects 0, 1, true or false"),
@@ -86,7 +86,7 @@ def test_bad_environment(name: str, text: str, match: str, monkeypatch: pytest.M
         ({"step_device": "gpu"}, ValueError, "step_device expects one of .*, got 'gpu'"),
         ({"memory_kind": "tape"}, ValueError, "memory_kind expects one of .*, got 'tape'"),
         ({"transfer": "pigeon"}, ValueError, "transfer expects one of .*, got 'pigeon'"),
-        ({"moments": "int3"}, ValueError, "moments expects one of 'fp32', got 'int3'"),
+        ({"moments": "int3"}, ValueError, "moments expects one of 'fp32', 'bf16', 'int8', got 'int3'"),
         ({"overlap": "never"}, ValueError, "overlap expects one of .*, got 'never'"),
         ({"master": ["fp32"]}, ValueError, r"master expects one of .*, got \['fp32'\]"),
         ({"bucket_bytes": 100}, ValueError, "bucket_bytes expects an int of 4096 or more, got 100"),

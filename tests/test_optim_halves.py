@@ -99,7 +99,7 @@ def test_mixed_with_fp32_parameters(dtype: torch.dtype, master: str, place: Plac
 @HALVES
 def test_an_outside_edit_wins_where_it_was_made(dtype: torch.dtype, place: Place) -> None:
     (p,) = parameters((2000,), dtype=dtype)
-    optimizer = OffloadAdamW([p], **OPTIONS, config=place.config())
+    optimizer = OffloadAdamW([p], **OPTIONS, config=place.config(master="fp32"))
     train(optimizer)
     master = optimizer.state[p]["master"].clone()
     with torch.no_grad():
@@ -117,18 +117,38 @@ def test_an_outside_edit_wins_where_it_was_made(dtype: torch.dtype, place: Place
 
 
 @everywhere
+def test_an_edit_of_a_split_weight_keeps_the_old_rest(place: Place) -> None:
+    (p,) = parameters((2000,), dtype=torch.bfloat16)
+    optimizer = OffloadAdamW([p], **OPTIONS, config=place.config(master="split"))
+    train(optimizer)
+    rest = optimizer.state[p]["master"].view(torch.int32) - (p.view(torch.int16).int() << 16)
+    with torch.no_grad():
+        p[100:200] = 5.0
+        p[300] = -p[300]
+        p[400] = 0.0
+    edited = p.detach().clone()
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(optimizer, start=3, steps=1)
+    assert torch.equal(p, edited)
+    expected = (edited.view(torch.int16).int() << 16) + rest
+    if rest[400] < 0:
+        expected[400] = 0
+    assert torch.equal(optimizer.state[p]["master"].view(torch.int32), expected)
+
+
+@everywhere
 @HALVES
 def test_loaded_weights_are_noticed(dtype: torch.dtype, place: Place) -> None:
     model = torch.nn.Linear(60, 40, dtype=dtype)
     other = torch.nn.Linear(60, 40, dtype=dtype)
-    optimizer = OffloadAdamW(model.parameters(), **OPTIONS, config=place.config())
+    optimizer = OffloadAdamW(model.parameters(), **OPTIONS, config=place.config(master="fp32"))
     train(optimizer)
     loaded = [
         p != q for p, q in zip(model.parameters(), other.parameters(), strict=True)
     ]  # where a weight happens to be what it was, its master stays
     model.load_state_dict(other.state_dict())
     moments = [{n: t.clone() for n, t in optimizer.state[p].items()} for p in model.parameters()]
-    fresh = OffloadAdamW(other.parameters(), **OPTIONS, config=place.config())
+    fresh = OffloadAdamW(other.parameters(), **OPTIONS, config=place.config(master="fp32"))
     for p, entries in zip(other.parameters(), moments, strict=True):
         del entries["master"]
         fresh.state[p] = entries

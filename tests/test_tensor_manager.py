@@ -19,7 +19,7 @@ from torch import Tensor
 import ghoffload
 from ghoffload import TensorManager, VirtualMachine
 from ghoffload.machine.protocol import Launch
-from ghoffload.memory import KindStatistics, ledger, manager_pool, numa
+from ghoffload.memory import KindStatistics, ledger, limits, manager_pool, numa
 from ghoffload.memory.extents import Extents
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -305,7 +305,7 @@ def test_managed_memory_is_held_to_what_the_host_has(
     room = [2 * MIB]
     monkeypatch.setattr(manager_pool, "SEGMENT_BYTES", MIB)
     monkeypatch.setattr(manager_pool, "available_host_bytes", lambda: room[0])
-    monkeypatch.setattr("ghoffload.memory.manager.available_host_bytes", lambda: room[0])
+    monkeypatch.setattr(limits, "host_rooms", lambda: {None: room[0]})
     with TensorManager() as manager:
         held = manager.empty(MIB, torch.uint8, "managed")
         assert figures(manager, "managed").budget == 2 * MIB

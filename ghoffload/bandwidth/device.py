@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ghoffload.bandwidth.clock import DeviceClock, host_samples
 from ghoffload.bandwidth.link import Bench
 from ghoffload.bandwidth.results import Row, latency, rate
 from ghoffload.kernels import bandwidth
 from ghoffload.machine.cuda import CudaStream
+from ghoffload.measure.clock import DeviceClock, host_samples
+from ghoffload.measure.link import BLOCKS_PER_SM
 
-_BLOCKS_PER_SM = 8  # more than fit at once, so that no SM ends long before the others
 _CALLS = 20
 _SMALL_BYTES = 4096
 
@@ -22,7 +22,7 @@ def hbm(bench: Bench) -> Iterator[Row]:
     """HBM by a read, by a copy by kernel and by the driver's copy."""
     clock, nbytes = bench.clock, bench.plan.hbm_bytes
     properties = torch.cuda.get_device_properties(clock.machine.device)
-    blocks = _BLOCKS_PER_SM * properties.multi_processor_count
+    blocks = BLOCKS_PER_SM * properties.multi_processor_count
     source, destination = (buffer[:nbytes] for buffer in bench.hbm)
     sink = clock.machine.empty((1,), torch.int32)
     try:

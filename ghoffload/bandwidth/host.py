@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
-from ghoffload.bandwidth.clock import host_samples
 from ghoffload.bandwidth.plan import Plan
 from ghoffload.bandwidth.results import Row, rate
 from ghoffload.kernels import bandwidth_host
+from ghoffload.measure.clock import host_samples
 from ghoffload.memory import HostArena, carved_bytes
 
 

@@ -1,9 +1,6 @@
-"""Copies between the host and the device, by copy engine and by kernel.
+"""Copies between the host and the device, by copy engine and by kernel: a row for each figure.
 
-Note [both ways]
-    By engine: two copies at once, one in each direction, on two streams. By kernel: one kernel that
-    reads host memory and writes other host memory, as an update in place does. Either way the rate
-    is of both directions together.
+What "both ways" means: Note [both ways] in measure/link.py.
 """
 
 from __future__ import annotations
@@ -11,18 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from ghoffload.bandwidth.clock import DeviceClock, Work
 from ghoffload.bandwidth.plan import Plan, calls_in_a_sample
 from ghoffload.bandwidth.results import Row, rate
-from ghoffload.kernels import bandwidth
-from ghoffload.machine.cuda import CudaStream
+from ghoffload.measure import link
+from ghoffload.measure.clock import DeviceClock
+from ghoffload.measure.link import DIRECTIONS, Direction, Ends
+from ghoffload.measure.raw import Raw
 from ghoffload.memory import HostArena
-
-DIRECTIONS = ("h2d", "d2h", "both")
-KERNELS = ("words", "bulk")
 
 
 @dataclass(frozen=True)
@@ -31,25 +25,31 @@ class Bench:
 
     Attributes:
         clock: times them.
+        raw: queues copies by engine.
         plan: how much.
         hbm: two buffers of ``plan.buffer_bytes`` on the device.
-        kernels: those of ``KERNELS`` that this device can run.
+        kernels: those that this device can run.
     """
 
     clock: DeviceClock
+    raw: Raw
     plan: Plan
     hbm: tuple[Tensor, Tensor]
     kernels: tuple[str, ...]
 
+    def ends(self, host: Sequence[int]) -> Ends:
+        """Its own buffers and two of the host's, by address."""
+        return Ends(hbm=(self.hbm[0].data_ptr(), self.hbm[1].data_ptr()), host=(host[0], host[1]))
 
-def by_engine(bench: Bench, host: Sequence[Tensor], memory: str) -> Iterator[Row]:
-    """Copies by engine between the device and two pinned buffers, by size."""
+
+def by_engine(bench: Bench, host: Sequence[int], memory: str) -> Iterator[Row]:
+    """Copies by engine between the device and pinned buffers at two addresses, by size."""
     for nbytes in bench.plan.sizes:
         calls = calls_in_a_sample(nbytes)
         for direction in DIRECTIONS:
-            lanes = 2 if direction == "both" else 1
+            lanes = link.lanes(direction)
             seconds = bench.clock.samples(
-                _engine_work(bench, host, direction, nbytes, calls),
+                link.by_engine(bench.raw, bench.ends(host), direction, nbytes, calls),
                 repeats=bench.plan.repeats,
                 calls=calls * lanes,
                 lanes=lanes,
@@ -73,11 +73,12 @@ def pageable(bench: Bench) -> Iterator[Row]:
     nbytes = bench.plan.kernel_bytes
     arena = HostArena(nbytes, machine=None, owner="ghoffload bandwidth", pin=False)
     try:
-        host = arena.carve(nbytes, torch.uint8)
-        for direction in ("h2d", "d2h"):
+        ends = bench.ends((arena.address, arena.address))
+        ways: tuple[Direction, ...] = ("h2d", "d2h")
+        for direction in ways:
             yield rate(
                 bench.clock.wall_samples(
-                    _engine_work(bench, (host, host), direction, nbytes, 1),
+                    link.by_engine(bench.raw, ends, direction, nbytes),
                     repeats=bench.plan.repeats,
                 ),
                 nbytes,
@@ -105,13 +106,20 @@ def by_kernel(bench: Bench, host: Sequence[int], nbytes: int, memory: str) -> It
         for blocks in bench.plan.blocks:
             for direction in DIRECTIONS:
                 seconds = bench.clock.samples(
-                    _kernel_work(bench, host, direction, nbytes, kernel == "bulk", blocks),
+                    link.by_kernel(
+                        bench.ends(host),
+                        direction,
+                        nbytes,
+                        kernel=kernel,
+                        blocks=blocks,
+                        device=bench.clock.index,
+                    ),
                     repeats=bench.plan.repeats,
                     calls=1,
                 )
                 yield rate(
                     seconds,
-                    nbytes * (2 if direction == "both" else 1),
+                    nbytes * link.lanes(direction),
                     what="copy",
                     memory=memory,
                     direction=direction,
@@ -119,42 +127,3 @@ def by_kernel(bench: Bench, host: Sequence[int], nbytes: int, memory: str) -> It
                     nbytes=nbytes,
                     blocks=blocks,
                 )
-
-
-def _engine_work(
-    bench: Bench, host: Sequence[Tensor], direction: str, nbytes: int, calls: int
-) -> Work:
-    machine = bench.clock.machine
-    up = (bench.hbm[0][:nbytes], host[0][:nbytes])
-    down = (host[1][:nbytes], bench.hbm[1][:nbytes])
-    pairs = {"h2d": (up,), "d2h": (down,), "both": (up, down)}[direction]
-
-    def work(streams: Sequence[CudaStream]) -> None:
-        for _ in range(calls):
-            for (destination, source), stream in zip(pairs, streams, strict=True):
-                machine.copy(destination, source, stream=stream)
-
-    return work
-
-
-def _kernel_work(
-    bench: Bench, host: Sequence[int], direction: str, nbytes: int, bulk: bool, blocks: int
-) -> Work:
-    destination, source = {
-        "h2d": (bench.hbm[0].data_ptr(), host[0]),
-        "d2h": (host[1], bench.hbm[1].data_ptr()),
-        "both": (host[1], host[0]),
-    }[direction]
-
-    def work(streams: Sequence[CudaStream]) -> None:
-        bandwidth.copy(
-            destination,
-            source,
-            nbytes,
-            bulk=bulk,
-            blocks=blocks,
-            device=bench.clock.index,
-            stream=streams[0].handle,
-        )
-
-    return work

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ghoffload.measure.link import BLOCKS
+
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 
 COPY_SIZES = tuple(4 * KB << (2 * k) for k in range(10))
 """Bytes of the copies by engine: 4 KB, 16 KB, ... 1 GB."""
-BLOCKS = (1, 2, 4, 8, 16, 32)
-"""Blocks (CTAs) of the copies by kernel."""
 
 _MOST_IN_A_SAMPLE = 64 * MB
 _MOST_CALLS = 16

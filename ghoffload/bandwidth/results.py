@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ghoffload.measure.link import FILLS
+
 GB_PER_S = "GB/s"
 MICROSECONDS = "us"
 
@@ -113,11 +115,8 @@ def largest(rows: Iterable[Row]) -> Row | None:
     return max(rows, key=lambda row: row.nbytes, default=None)
 
 
-def fewest_blocks(rows: Sequence[Row], share: float = 0.97) -> Row | None:
-    """Of rows that differ in blocks, the one with the fewest that still reaches ``share``.
-
-    More blocks bring nothing but take SMs from whoever else computes.
-    """
+def fewest_blocks(rows: Sequence[Row], share: float = FILLS) -> Row | None:
+    """Of rows that differ in blocks, the one with the fewest that still reaches ``share``."""
     top = best(rows)
     if top is None:
         return None

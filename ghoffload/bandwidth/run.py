@@ -125,33 +125,36 @@ def _host_bytes() -> int | None:
 
 
 def _measure_device(runner: Runner, plan: Plan, index: int) -> None:
-    from ghoffload.bandwidth.clock import DeviceClock
     from ghoffload.bandwidth.device import hbm, latencies
-    from ghoffload.bandwidth.link import KERNELS, Bench, by_engine, by_kernel, pageable
+    from ghoffload.bandwidth.link import Bench, by_engine, by_kernel, pageable
     from ghoffload.bandwidth.managed import Driver, managed, system
     from ghoffload.machine.cuda import CudaMachine
+    from ghoffload.measure.clock import DeviceClock
+    from ghoffload.measure.link import kernels_for
+    from ghoffload.measure.raw import Raw
 
     torch.cuda.set_device(index)  # managed.Driver calls on the current context
     machine = CudaMachine.of(index)
     cuda.preload(index, (kernels.SOURCE,))
-    bulk = torch.cuda.get_device_capability(index) >= (9, 0)
-    if not bulk:
+    runnable = kernels_for(torch.cuda.get_device_capability(index))
+    if "bulk" not in runnable:
         runner.left_out("bulk-copy kernel", "it needs compute capability 9.0 or later")
     clock = DeviceClock(machine)
     buffers = machine.empty((2, plan.buffer_bytes), torch.uint8)
     try:
         bench = Bench(
             clock=clock,
+            raw=Raw(machine),
             plan=plan,
             hbm=(buffers[0], buffers[1]),
-            kernels=KERNELS if bulk else KERNELS[:1],
+            kernels=runnable,
         )
         runner.group("HBM", hbm(bench))
         with _pinned(machine, plan.buffer_bytes) as pair:
             runner.group("latency", latencies(bench, pair[0] if pair else None))
             if pair:
-                runner.group("pinned memory by copy engine", by_engine(bench, pair, "pinned"))
                 addresses = [tensor.data_ptr() for tensor in pair]
+                runner.group("pinned memory by copy engine", by_engine(bench, addresses, "pinned"))
                 runner.group(
                     "pinned memory by kernel",
                     by_kernel(bench, addresses, plan.kernel_bytes, "pinned"),

@@ -12,6 +12,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-copies", action="store_true", help="leave out the measurement of copies"
     )
+    parser.add_argument(
+        "--fresh", action="store_true", help="measure again what was measured here before"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -19,7 +22,7 @@ def main(args: argparse.Namespace) -> int:
     from ghoffload.doctor.report import examine_machine
     from ghoffload.machine.topology import Reader
 
-    report = examine_machine(Reader.of_this_machine(), copies=not args.no_copies)
+    report = examine_machine(Reader.of_this_machine(), copies=not args.no_copies, fresh=args.fresh)
     if args.json:
         print(json.dumps(report.to_dict(), indent=1))
     else:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from ghoffload.config import ENVIRONMENT_PREFIX, OffloadConfig
 from ghoffload.doctor.findings import Readings
-from ghoffload.doctor.units import gb, rate
+from ghoffload.doctor.units import gb
 from ghoffload.machine.select import ENVIRONMENT_VARIABLE
 from ghoffload.machine.topology import Gpu, Topology, unusable_gpu
+from ghoffload.measure import resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +50,8 @@ def choices(
 def _on_gpu(topology: Topology, config: OffloadConfig, readings: Readings) -> list[Choice]:
     gpu = topology.gpus[0] if topology.gpus else Gpu()
     step = "cuda" if config.step_device == "auto" else config.step_device
-    kind: str = "pinned" if config.memory_kind == "auto" else config.memory_kind
-    if kind == "pinned" and (
-        not config.pin_memory or (readings.copies is not None and not readings.copies.pinned)
-    ):
-        kind = "system"
+    chosen = resolve(config, _Reached(gpu), readings.rates)
+    why = {name: _named(name, reason, config) for name, reason in chosen.reasons.items()}
     found = [
         Choice(
             what="step device",
@@ -62,50 +60,49 @@ def _on_gpu(topology: Topology, config: OffloadConfig, readings: Readings) -> li
             or "for parameters in HBM, whose state streams through it; parameters on the CPU "
             "step there",
         ),
-        Choice(what="memory kind", value=kind, why=_why_kind(kind, config, gpu, readings)),
+        Choice(what="memory kind", value=chosen.memory_kind, why=why["memory_kind"]),
     ]
-    if kind != "device":
-        engines = gpu.copy_engines
-        why = _set("transfer", config.transfer) or "the only way in this version"
-        if engines is not None:
-            both = "both directions at once" if engines > 1 else "one direction at a time"
-            why += f"; {engines} copy engine{'s' if engines != 1 else ''}, so {both}"
-        if readings.copies is not None:
-            why += (
-                f"; {rate(readings.copies.h2d)} to the GPU and {rate(readings.copies.d2h)} from "
-                "it measured just now"
+    if chosen.memory_kind == "device":
+        return found
+    found.append(
+        Choice(
+            what="transfer",
+            value=chosen.transfer.replace("_", " "),
+            why=why["transfer"] + _engines(gpu),
+        )
+    )
+    if chosen.transfer == "kernel":
+        found.append(Choice(what="CTAs", value=str(chosen.ctas), why=why["ctas"]))
+    room = topology.host.limits.room_bytes
+    if room is not None:
+        found.append(
+            Choice(
+                what="host state",
+                value=f"up to {gb(room)}",
+                why="what this process may take now; 12 bytes a bf16 parameter, so "
+                f"{room / 12e9:,.1f} B parameters",
             )
-        found.append(Choice(what="transfer", value="copy engine", why=why))
-        room = topology.host.limits.room_bytes
-        if room is not None:
-            found.append(
-                Choice(
-                    what="host state",
-                    value=f"up to {gb(room)}",
-                    why="what this process may take now; 12 bytes a bf16 parameter, so "
-                    f"{room / 12e9:,.1f} B parameters",
-                )
-            )
+        )
     return found
 
 
-def _why_kind(kind: str, config: OffloadConfig, gpu: Gpu, readings: Readings) -> str:
-    if config.memory_kind != "auto":
-        return _set("memory_kind", config.memory_kind) or ""
-    if kind == "system":
-        if not config.pin_memory:
-            return f"{ENVIRONMENT_PREFIX}PIN_MEMORY turns pinning off"
-        return "pinning was refused here"
-    can = gpu.capabilities
-    if can.pageable_memory_access_uses_host_page_tables:
-        also = "this GPU could also read ordinary memory in place, by the host's page tables"
-    elif can.pageable_memory_access:
-        also = "this GPU could also read ordinary memory, by HMM's page faults, which are slow"
-    elif can.pageable_memory_access is False:
-        also = "this GPU cannot read ordinary memory"
-    else:
-        return "copies from it are fast and do not block the host"
-    return f"copies from it are fast and do not block the host; {also}"
+class _Reached:
+    """What kernels of a GPU reach, as far as a machine would say."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        kinds = {"device", "pinned"}
+        if gpu.capabilities.concurrent_managed_access:
+            kinds.add("managed")
+        if gpu.capabilities.pageable_memory_access:
+            kinds.add("system")
+        self.memory_kinds = frozenset(kinds)
+
+
+def _engines(gpu: Gpu) -> str:
+    if gpu.copy_engines is None:
+        return ""
+    both = "both directions at once" if gpu.copy_engines > 1 else "one direction at a time"
+    return f"; {gpu.copy_engines} copy engine{'s' if gpu.copy_engines != 1 else ''}, so {both}"
 
 
 def _on_cpu(topology: Topology, config: OffloadConfig) -> list[Choice]:
@@ -129,3 +126,9 @@ def _set(name: str, value: str) -> str | None:
     if value == "auto":
         return None
     return f"{ENVIRONMENT_PREFIX}{name.upper()} says so"
+
+
+def _named(name: str, reason: str, config: OffloadConfig) -> str:
+    """A reason that names a setting, with the variable that it came from."""
+    said = f"{name}={getattr(config, name)!r} asks for it"
+    return reason.replace(said, f"{ENVIRONMENT_PREFIX}{name.upper()} says so")

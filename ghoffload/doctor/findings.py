@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ghoffload.machine.topology import Topology
+from ghoffload.measure.rates import Rates
 
 
 class Severity(str, Enum):
@@ -33,40 +34,23 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copies:
-    """A quick measurement of copies between host memory and one GPU.
-
-    Attributes:
-        gpu: CUDA's index.
-        nbytes: of one copy.
-        pinned: whether the host memory could be pinned.
-        refusal: what the driver said if not.
-        h2d: bytes a second to the GPU, the median copy.
-        d2h: bytes a second from it.
-    """
-
-    gpu: int
-    nbytes: int
-    pinned: bool
-    refusal: str | None
-    h2d: float
-    d2h: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Readings:
     """What a check may know beside the topology. ``None``: it was not asked or not measured.
 
     Attributes:
         before: the topology before the copies ran; the one judged is from while they ran.
-        copies: the measurement.
+        rates: the measurement of the link.
+        gpu: CUDA's index of the GPU that it is of.
+        age: seconds since it was made.
         copies_error: why there is none, though there was a GPU to measure.
         nvrtc: the version of the compiler that builds the kernels.
         nvrtc_error: why there is none.
     """
 
     before: Topology | None = None
-    copies: Copies | None = None
+    rates: Rates | None = None
+    gpu: int | None = None
+    age: float | None = None
     copies_error: str | None = None
     nvrtc: tuple[int, int] | None = None
     nvrtc_error: str | None = None

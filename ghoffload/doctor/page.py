@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ghoffload.doctor.choices import Choice
-from ghoffload.doctor.findings import Severity
+from ghoffload.doctor.findings import Readings, Severity
 from ghoffload.doctor.report import Report
-from ghoffload.doctor.units import gb, size, version
+from ghoffload.doctor.units import age, gb, rate, size, version
 from ghoffload.machine.topology import Gpu, Host, Topology
 
 _MARKS = {Severity.HURTS: ("hurts", "bold red"), Severity.NOTE: ("note", "yellow")}
@@ -22,6 +22,10 @@ def show(report: Report, console: Console) -> None:
     """Print the page."""
     _heading(console, "This machine")
     console.print(_table([(name, text) for name, text in _machine(report.topology)]))
+    measured = list(_measured(report.readings))
+    if measured:
+        _heading(console, "What its link gives")
+        console.print(_table(measured))
     _heading(console, "What ghoffload will use")
     console.print(_table([(choice.what, _chosen(choice)) for choice in report.choices]))
     if report.findings:
@@ -78,6 +82,35 @@ def _machine(topology: Topology) -> Iterator[tuple[str, str]]:
     yield from _host(topology.host)
     if topology.unasked:
         yield "not asked", "; ".join(topology.unasked)
+
+
+def _measured(readings: Readings) -> Iterator[tuple[str, str]]:
+    rates = readings.rates
+    if rates is None:
+        return
+    engine = [
+        f"{rate(value)} {direction}"
+        for value, direction in (
+            (rates.h2d, "to the GPU"),
+            (rates.d2h, "from it"),
+            (rates.both, "both ways at once"),
+        )
+        if value is not None
+    ]
+    if engine:
+        yield "copy engine", ", ".join(engine)
+    kernel = [
+        f"{kind} {rate(found.rate)} with {found.ctas} CTA{'s' if found.ctas > 1 else ''}"
+        for kind in ("pinned", "managed", "system")
+        if (found := rates.by_kernel(kind)) is not None
+    ]
+    if kernel:
+        yield "kernel, both ways", ", ".join(kernel)
+    if rates.hbm is not None:
+        yield "HBM", f"{rates.hbm / 1e9:,.0f} GB/s, read and written"
+    for note in rates.notes:
+        yield "not counted", note
+    yield "measured", f"{age(readings.age or 0)}; --fresh measures again"
 
 
 def _gpu(gpu: Gpu) -> str:

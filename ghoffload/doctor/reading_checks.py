@@ -9,9 +9,10 @@ Note [expected copies]
 
 from __future__ import annotations
 
-from ghoffload.doctor.findings import Copies, Finding, Readings, Severity
-from ghoffload.doctor.units import gb, rate, size, version
+from ghoffload.doctor.findings import Finding, Readings, Severity
+from ghoffload.doctor.units import age, gb, rate, size, version
 from ghoffload.machine.topology import Gpu, Topology
+from ghoffload.measure.measuring import COPY_BYTES
 
 _PCIE_EFFECTIVE = 0.85
 _C2C_LEAST = 120e9
@@ -22,24 +23,24 @@ _TOLERANCE = 0.85
 def locked_memory(topology: Topology, readings: Readings) -> Finding | None:
     """Pinning was refused, or may be, by ``RLIMIT_MEMLOCK``."""
     limit = topology.host.limits.memlock_bytes
-    copies = readings.copies
-    if copies is not None and not copies.pinned:
+    rates = readings.rates
+    if rates is not None and rates.pin_refusal is not None:
+        asked = 2 * COPY_BYTES
         bound = (
             f"RLIMIT_MEMLOCK is {size(limit)}"
-            if limit is not None and limit < copies.nbytes
+            if limit is not None and limit < asked
             else "the driver could lock no more memory"
         )
-        said = f" ({copies.refusal})" if copies.refusal else ""
         return Finding(
             check="locked_memory",
             severity=Severity.HURTS,
-            what=f"pinning {gb(copies.nbytes)} of host memory was refused{said}: {bound}. Copies "
-            "from memory that is not pinned are slow and block the host",
+            what=f"pinning {gb(asked)} of host memory was refused ({rates.pin_refusal}): {bound}. "
+            "Copies from memory that is not pinned are slow and block the host",
             mend="'ulimit -l unlimited', memlock in /etc/security/limits.conf, "
             "'--ulimit memlock=-1' for a container",
         )
-    if copies is not None and limit is not None and limit < copies.nbytes:
-        return None  # more than the limit was just pinned: the driver does not count it
+    if rates is not None and limit is not None and limit < rates.pinned_bytes:
+        return None  # more than the limit was pinned here: the driver does not count it
     room = topology.host.limits.room_bytes
     if limit is None or not topology.gpus or (room is not None and limit >= room):
         return None
@@ -55,9 +56,9 @@ def locked_memory(topology: Topology, readings: Readings) -> Finding | None:
 
 def slow_copies(topology: Topology, readings: Readings) -> Finding | None:
     """Pinned copies run well below what the link should carry: Note [expected copies]."""
-    copies = readings.copies
-    gpu = _measured(topology, copies)
-    if copies is None or gpu is None or not copies.pinned:
+    rates = readings.rates
+    gpu = next((gpu for gpu in topology.gpus if gpu.index == readings.gpu), None)
+    if rates is None or gpu is None:
         return None
     expected = expected_rate(gpu)
     if expected is None:
@@ -65,18 +66,20 @@ def slow_copies(topology: Topology, readings: Readings) -> Finding | None:
     least = expected if gpu.link.kind == "c2c" else _TOLERANCE * expected
     slow = [
         f"{rate(measured)} {direction}"
-        for measured, direction in ((copies.h2d, "to the GPU"), (copies.d2h, "from it"))
-        if measured < least
+        for measured, direction in ((rates.h2d, "to the GPU"), (rates.d2h, "from it"))
+        if measured is not None and measured < least
     ]
     if not slow:
         return None
     return Finding(
         check="slow_copies",
         severity=Severity.HURTS,
-        what=f"copies of {gb(copies.nbytes)} ran at {' and '.join(slow)}, expected "
-        f"{rate(expected)}{' or more' if gpu.link.kind == 'c2c' else ''}",
-        mend="look for other load on the machine and measure again; then check that the process "
-        "and its memory are on the node nearest to the GPU, and the link itself",
+        what=f"copies from pinned memory ran at {' and '.join(slow)}, expected "
+        f"{rate(expected)}{' or more' if gpu.link.kind == 'c2c' else ''} (measured "
+        f"{age(readings.age or 0)})",
+        mend="look for other load on the machine and measure again with 'ghoffload doctor "
+        "--fresh'; then check that the process and its memory are on the node nearest to the GPU, "
+        "and the link itself",
     )
 
 
@@ -95,7 +98,7 @@ def copies_failed(topology: Topology, readings: Readings) -> Finding | None:
     return Finding(
         check="copies_failed",
         severity=Severity.HURTS,
-        what=f"a test of copies between host and GPU failed: {readings.copies_error}",
+        what=f"measuring copies between host and GPU failed: {readings.copies_error}",
         mend="make sure that the GPU has 1 GB free and is not in exclusive use ('nvidia-smi'), "
         "then run this again",
     )
@@ -153,9 +156,3 @@ def compiler_missing(topology: Topology, readings: Readings) -> Finding | None:
         what="NVRTC, which builds the CUDA kernels, was not found",
         mend="install a CUDA build of torch, which brings it, or 'pip install nvidia-cuda-nvrtc'",
     )
-
-
-def _measured(topology: Topology, copies: Copies | None) -> Gpu | None:
-    if copies is None:
-        return None
-    return next((gpu for gpu in topology.gpus if gpu.index == copies.gpu), None)

@@ -12,6 +12,7 @@ from ghoffload.doctor.checks import examine
 from ghoffload.doctor.choices import Choice, choices
 from ghoffload.doctor.findings import Finding, Readings, Severity
 from ghoffload.machine.topology import Reader, Topology, probe
+from ghoffload.measure import measuring_is_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +38,13 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        copies = self.readings.copies
+        rates = self.readings.rates
         return {
             "ghoffload": __version__,
             "topology": self.topology.to_dict(),
             "nvrtc": self.readings.nvrtc,
-            "copies": None if copies is None else dataclasses.asdict(copies),
+            "rates": None if rates is None else rates.to_dict(),
+            "rates_age_seconds": self.readings.age,
             "choices": [dataclasses.asdict(choice) for choice in self.choices],
             "findings": [
                 {**dataclasses.asdict(finding), "severity": finding.severity.value}
@@ -52,12 +54,14 @@ class Report:
         }
 
 
-def examine_machine(reader: Reader, *, copies: bool = True) -> Report:
+def examine_machine(reader: Reader, *, copies: bool = True, fresh: bool = False) -> Report:
     """Probe, measure and check.
 
     Args:
         reader: where to look.
-        copies: whether to measure copies where torch can use a GPU (under 3 seconds).
+        copies: whether to measure copies, or take what was measured before, and to look at the
+            link while copies run, where torch can use a GPU (under 3 seconds).
+        fresh: measure in any case.
     """
     config, problem = _config()
     topology = probe(reader)
@@ -65,36 +69,42 @@ def examine_machine(reader: Reader, *, copies: bool = True) -> Report:
     if topology.gpus:
         readings = dataclasses.replace(readings, **_compiler())
     if topology.evidence.cuda_available and copies:
-        from ghoffload.doctor.measure import measure_copies
+        from ghoffload.doctor import link
 
         try:
-            measured, topology = measure_copies(lambda: probe(reader))
-            readings = dataclasses.replace(readings, copies=measured)
+            measured, topology = link.read(lambda: probe(reader), fresh=fresh)
+            readings = dataclasses.replace(readings, **measured)
         except Exception as error:  # whatever stops a copy stops training, too: say so, go on
             said = f"{type(error).__name__}: {error}"
             readings = dataclasses.replace(readings, copies_error=said)
     findings = examine(topology, readings)
+    try:
+        chosen = choices(topology, config, readings)
+    except ValueError as error:
+        problem = _bad_settings(error)
+        chosen = choices(topology, OffloadConfig(), readings)
     if problem is not None:
         findings.insert(0, problem)
-    return Report(
-        topology=topology,
-        readings=readings,
-        choices=choices(topology, config, readings),
-        findings=findings,
-    )
+    return Report(topology=topology, readings=readings, choices=chosen, findings=findings)
 
 
 def _config() -> tuple[OffloadConfig, Finding | None]:
     """The configuration of an optimizer that is given none, from the environment."""
     try:
-        return OffloadConfig.of(None), None
+        config = OffloadConfig.of(None)
+        measuring_is_on()
+        return config, None
     except ValueError as error:
-        return OffloadConfig(), Finding(
-            check="settings",
-            severity=Severity.HURTS,
-            what=f"an environment variable stops every optimizer: {error}",
-            mend="unset it or correct it",
-        )
+        return OffloadConfig(), _bad_settings(error)
+
+
+def _bad_settings(error: ValueError) -> Finding:
+    return Finding(
+        check="settings",
+        severity=Severity.HURTS,
+        what=f"an environment variable stops every optimizer: {error}",
+        mend="unset it or correct it",
+    )
 
 
 def _compiler() -> dict[str, Any]:

@@ -25,3 +25,12 @@ def rate(bytes_per_second: float) -> str:
 def version(numbers: tuple[int, int] | None) -> str:
     """``"13.0"``; ``"unknown"`` for ``None``."""
     return "unknown" if numbers is None else f"{numbers[0]}.{numbers[1]}"
+
+
+def age(seconds: float) -> str:
+    """``"just now"``, ``"5 minutes ago"``, ``"3 days ago"``."""
+    for unit, scale in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= scale:
+            count = int(seconds // scale)
+            return f"{count} {unit}{'s' if count > 1 else ''} ago"
+    return "just now"

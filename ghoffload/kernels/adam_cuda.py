@@ -12,6 +12,7 @@ from torch import Tensor
 from ghoffload.kernels import cuda
 from ghoffload.kernels.pieces import (
     COUNT,
+    FIRST,
     ITEM_SIZES,
     MAX_PIECES,
     OFFSET,
@@ -20,21 +21,11 @@ from ghoffload.kernels.pieces import (
     PieceTable,
     pointers,
 )
+from ghoffload.kernels.state_form import SCALES, StateForm
 
 _THREADS = 256
-_CHUNK = 4096
+_CHUNK = 2048
 _SMALL_PIECES = 64
-_SMALL_INDICES, _LARGE_INDICES = 64, 7680
-_VECTOR = 0x100
-_MAXIMIZE, _DECOUPLED, _HAS_GRAD_SCALE = 1, 2, 32
-_IS_DOUBLE = {"lr": 4, "beta1": 8, "beta2": 16}
-
-_NUMBERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "found_inf", "grad_scale")
-_HYPER = np.dtype(
-    [(name, "f8") for name in _NUMBERS]
-    + [(f"{name}_at", "u8") for name in ("lr", "beta1", "beta2", "found_inf", "grad_scale")]
-    + [("steps", "u8"), ("scalars", "u8"), ("count", "u4"), ("flags", "u4")]
-)
 _PIECE = np.dtype(
     [
         ("weight", "u8"),
@@ -43,11 +34,14 @@ _PIECE = np.dtype(
         ("count", "i8"),
         ("scalars_row", "u4"),
         ("first_chunk", "u4"),
-        ("weight_code", "u4"),
-        ("grad_code_and_vector", "u4"),
+        ("start", "u4"),
+        ("start_high", "u1"),
+        ("weight_code", "u1"),
+        ("grad_code", "u1"),
+        ("vector", "u1"),
     ]
 )
-_ARRAYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
+_ARRAYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master", *SCALES)
 
 
 def _table(size: int) -> np.dtype[Any]:
@@ -58,43 +52,11 @@ def _table(size: int) -> np.dtype[Any]:
 _TABLES = {"small": _table(_SMALL_PIECES), "large": _table(MAX_PIECES)}
 
 
-def prepare(
-    indices: npt.NDArray[np.uint32],
-    numbers: Mapping[str, float],
-    on_device: Mapping[str, Tensor],
-    flags: tuple[bool, bool],
-    steps: Tensor,
-    scalars: Tensor,
-    stream: int,
-) -> None:
-    """Queue adam_prepare for at most 7,680 parameters."""
-    if len(indices) == 0:
-        return
-    maximize, decoupled = flags
-    hyper = np.zeros(1, dtype=_HYPER)
-    bits = _MAXIMIZE * maximize + _DECOUPLED * decoupled
-    for name, value in numbers.items():
-        hyper[name] = value
-    for name, tensor in on_device.items():
-        hyper[f"{name}_at"] = tensor.data_ptr()
-        if tensor.element_size() == 8:
-            bits |= _IS_DOUBLE[name]
-    if "grad_scale" in numbers or "grad_scale" in on_device:
-        bits |= _HAS_GRAD_SCALE
-    hyper["steps"], hyper["scalars"] = steps.data_ptr(), scalars.data_ptr()
-    hyper["count"], hyper["flags"] = len(indices), bits
-    size = "small" if len(indices) <= _SMALL_INDICES else "large"
-    padded = np.zeros(_SMALL_INDICES if size == "small" else _LARGE_INDICES, dtype=np.uint32)
-    padded[: len(indices)] = indices
-    cuda.launch(
-        "adamw",
-        f"adam_prepare_{size}",
-        cuda.device_index(steps),
-        blocks=-(-len(indices) // _THREADS),
-        threads=_THREADS,
-        parameters=(hyper, padded),
-        stream=stream,
-    )
+def variant(form: StateForm) -> str:
+    """The end of the names of the kernels for a format."""
+    master = {"none": "", "fp32": "_master", "split": "_split"}[form.master]
+    moments = "" if form.moments == "fp32" else f"_{form.moments}"
+    return master + moments + "_amsgrad" * form.amsgrad
 
 
 def update(
@@ -113,15 +75,16 @@ def update(
         return
     size = "small" if len(rows) <= _SMALL_PIECES else "large"
     parameter = np.zeros(1, dtype=_TABLES[size])
+    form = StateForm.of(state)
     for name, array in state.items():
-        parameter[name] = array.data_ptr()
+        parameter["master" if name == "rest" else name] = array.data_ptr()
     parameter["scalars"], parameter["pieces"] = scalars.data_ptr(), len(rows)
     pieces = parameter[0]["piece"][: len(rows)]
     tensor = rows[:, TENSOR]
     weight_code, grad_code = weight_codes[tensor], grad_codes[tensor]
     weight = table.addresses(pointers(weights), ITEM_SIZES[weight_codes], rows)
     grad = table.addresses(pointers(grads), ITEM_SIZES[grad_codes], rows)
-    # Groups of four elements: 16 bytes of fp32, 8 bytes of half precision.
+    # Groups of four elements: 16 bytes of fp32, 8 bytes of half precision, 4 of codes.
     unaligned = weight % (4 * ITEM_SIZES[weight_code]) + grad % (4 * ITEM_SIZES[grad_code])
     unaligned += rows[:, OFFSET] % 4 + sum(array.data_ptr() % 16 for array in state.values())
     chunks = -(-rows[:, COUNT] // _CHUNK)
@@ -129,12 +92,12 @@ def update(
     pieces["offset"], pieces["count"] = rows[:, OFFSET], rows[:, COUNT]
     pieces["scalars_row"] = rows[:, SCALARS_ROW]
     pieces["first_chunk"] = np.cumsum(chunks) - chunks
-    pieces["weight_code"] = weight_code
-    pieces["grad_code_and_vector"] = grad_code + _VECTOR * (unaligned == 0)
-    variant = "_master" * ("master" in state) + "_amsgrad" * ("max_exp_avg_sq" in state)
+    pieces["start"], pieces["start_high"] = rows[:, FIRST] & 0xFFFFFFFF, rows[:, FIRST] >> 32
+    pieces["weight_code"], pieces["grad_code"] = weight_code, grad_code
+    pieces["vector"] = unaligned == 0
     cuda.launch(
-        "adamw",
-        f"adam_update_{size}{variant}",
+        "adamw" if form.moments == "fp32" else "adamw_coded",
+        f"adam_update_{size}{variant(form)}",
         cuda.device_index(scalars),
         blocks=int(chunks.sum()),
         threads=_THREADS,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from ghoffload.errors import KernelBuildError
 from ghoffload.kernels import cache
 
 OPTIONS = ("--std=c++17", "-default-device", "--fmad=false")
+
+_INCLUDE = re.compile(r'\s*#\s*include\s*"([^"]*)"')
+_HEADER_NAME = re.compile(r"\w+\.cuh")
 
 
 def source_directory() -> Path:
@@ -34,6 +38,39 @@ def source_directory() -> Path:
         f"the CUDA sources expect to be in {package / 'csrc'} or {package.parent / 'csrc'}, "
         "and are in neither; reinstall ghoffload"
     )
+
+
+def read_source(path: Path) -> bytes:
+    """A source with its ``#include "name.cuh"`` lines replaced by those files, each once.
+
+    The result needs no include path, and its digest covers every file that went into it. ``#line``
+    directives keep the compiler's messages true.
+
+    Raises:
+        KernelBuildError: an included file is not a ``.cuh`` beside the source.
+    """
+    return _with_includes(path, {path.name}).encode()
+
+
+def _with_includes(path: Path, seen: set[str]) -> str:
+    lines = [f'#line 1 "{path.name}"']
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        include = _INCLUDE.match(line)
+        if include is None:
+            lines.append(line)
+            continue
+        name = include[1]
+        header = path.parent / name
+        if not _HEADER_NAME.fullmatch(name) or not header.is_file():
+            raise KernelBuildError(
+                f"{path.name}({number}): #include expects the name of a .cuh file in "
+                f"{path.parent}, got {name}"
+            )
+        if name not in seen:
+            seen.add(name)
+            lines.append(_with_includes(header, seen).rstrip("\n"))
+        lines.append(f'#line {number + 1} "{path.name}"')
+    return "\n".join(lines) + "\n"
 
 
 def architecture(major: int, minor: int) -> str:
@@ -63,7 +100,7 @@ def cubin(name: str, arch: str) -> Cubin:
         KernelBuildError: the source does not compile, or NVRTC is missing.
     """
     path = source_directory() / f"{name}.cu"
-    source = path.read_bytes()
+    source = read_source(path)
     version = nvrtc_version()
     key = cache.digest(source, arch, *OPTIONS, repr(version))
     entry = f"{name}-{arch}-{key}.cubin"

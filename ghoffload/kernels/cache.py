@@ -14,10 +14,12 @@ import stat
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import IO
 
 try:
     import fcntl
@@ -26,7 +28,8 @@ except ImportError:  # Windows
 
 ENVIRONMENT_VARIABLE = "GHOFFLOAD_CACHE_DIR"
 
-_thread_lock = threading.Lock()
+_thread_locks: dict[str, threading.Lock] = {}
+_POLL_SECONDS = 0.02
 
 
 def _candidates() -> Iterator[Path]:
@@ -118,19 +121,46 @@ def write(name: str, payload: bytes) -> None:
 
 
 @contextmanager
-def locked(name: str) -> Iterator[None]:
-    """One thread of one process at a time per name, so that eight ranks compile once."""
-    with _thread_lock:
-        root = directory()
-        file = None
-        if root is not None and fcntl is not None:
+def locked(name: str, *, timeout: float | None = None) -> Iterator[bool]:
+    """One thread of one process at a time per name, so that eight ranks compile once.
+
+    Args:
+        name: of the lock, a file name.
+        timeout: seconds after which to go on without it; ``None`` waits for it.
+
+    Yields:
+        Whether the lock is held. A file system without locks counts: at worst work is done twice.
+    """
+    lock = _thread_locks.setdefault(name, threading.Lock())
+    deadline = None if timeout is None else time.monotonic() + timeout
+    mine = held = lock.acquire(timeout=-1 if timeout is None else timeout)
+    file = None
+    root = directory()
+    try:
+        if mine and root is not None and fcntl is not None:
             try:
                 file = open(root / f"{name}.lock", "wb")  # noqa: SIM115
-                fcntl.flock(file, fcntl.LOCK_EX)
+                held = _lock_file(file, deadline)
             except OSError:
-                pass  # a file system without locks: at worst the work is done twice
+                pass
+        yield held
+    finally:
+        if file is not None:
+            file.close()
+        if mine:
+            lock.release()
+
+
+def _lock_file(file: IO[bytes], deadline: float | None) -> bool:
+    """Lock an open file; ``False`` once ``deadline`` (of the monotonic clock) has passed."""
+    if deadline is None:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return True
+    while True:
         try:
-            yield
-        finally:
-            if file is not None:
-                file.close()
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_SECONDS)

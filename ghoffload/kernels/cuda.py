@@ -18,6 +18,9 @@ from torch import Tensor
 from ghoffload.errors import KernelBuildError
 from ghoffload.kernels import build
 
+UNASKED_SHARED_BYTES = 48 << 10
+"""Dynamic shared memory that a block may have without asking for it."""
+
 
 def launch(
     source: str,
@@ -28,6 +31,7 @@ def launch(
     threads: int,
     parameters: Sequence[npt.NDArray[Any]],
     stream: int,
+    shared_bytes: int = 0,
 ) -> None:
     """Start ``kernel`` of ``csrc/<source>.cu``; its module is built and loaded at first use.
 
@@ -40,9 +44,11 @@ def launch(
         parameters: one array for each kernel parameter, holding its bytes. They are copied before
             this returns.
         stream: a raw ``CUstream`` handle of that device.
+        shared_bytes: dynamic shared memory of a block.
 
     Raises:
-        KernelBuildError: the kernel could not be compiled or loaded.
+        KernelBuildError: the kernel could not be compiled or loaded, or the device has less shared
+            memory for a block.
         RuntimeError: the driver refused the launch; the message names the kernel.
     """
     loaded = _loaded_device(device)
@@ -50,8 +56,11 @@ def launch(
     addresses = np.array([p.ctypes.data for p in parameters], dtype=np.uint64)
     driver = loaded.driver
     with loaded.current():
+        if shared_bytes > UNASKED_SHARED_BYTES:
+            loaded.allow_shared(source, kernel, shared_bytes)
         (status,) = driver.cuLaunchKernel(
-            function, blocks, 1, 1, threads, 1, 1, 0, stream, addresses.ctypes.data, 0
+            function,
+            *(blocks, 1, 1, threads, 1, 1, shared_bytes, stream, addresses.ctypes.data, 0),
         )
     if status != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(
@@ -65,7 +74,17 @@ def device_index(tensor: Tensor) -> int:
     return tensor.get_device() if tensor.is_cuda else torch.cuda.current_device()
 
 
-def preload(device: int, sources: Sequence[str] = ("adamw", "pack")) -> None:
+def capability(device: int) -> tuple[int, int]:
+    """The device's compute capability."""
+    return _loaded_device(device).capability
+
+
+def shared_memory(device: int) -> int:
+    """The most bytes of shared memory that a block of this device may have."""
+    return _loaded_device(device).shared_memory
+
+
+def preload(device: int, sources: Sequence[str] = ("prepare", "adamw", "pack", "norm")) -> None:
     """Build and load modules now, so that no launch does (as a CUDA graph capture needs).
 
     Raises:
@@ -119,8 +138,18 @@ class _Device:
         self._context = self._check(
             driver.cuDevicePrimaryCtxRetain(self._device), "cuDevicePrimaryCtxRetain"
         )
+        major, minor, self.shared_memory = map(
+            self._attribute,
+            (
+                "COMPUTE_CAPABILITY_MAJOR",
+                "COMPUTE_CAPABILITY_MINOR",
+                "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
+            ),
+        )
+        self.capability = (major, minor)
         self._modules: dict[str, Any] = {}
         self._functions: dict[tuple[str, str], Any] = {}
+        self._shared: dict[tuple[str, str], int] = {}  # the most each may use, where asked for
         self._lock = threading.RLock()
 
     def _check(self, result: tuple[Any, ...], what: str) -> Any:
@@ -130,24 +159,18 @@ class _Device:
             )
         return result[1] if len(result) > 1 else None
 
+    def _attribute(self, name: str) -> int:
+        which = getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        result = self.driver.cuDeviceGetAttribute(which, self._device)
+        return int(self._check(result, f"cuDeviceGetAttribute of {name}"))
+
     def current(self) -> _Current:
         return _Current(self.driver, self._context)
 
     def module(self, source: str) -> Any:
         with self._lock:
             if source not in self._modules:
-                attribute = self.driver.CUdevice_attribute
-                major, minor = (
-                    self._check(
-                        self.driver.cuDeviceGetAttribute(which, self._device),
-                        "cuDeviceGetAttribute",
-                    )
-                    for which in (
-                        attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
-                        attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-                    )
-                )
-                cubin = build.cubin(source, build.architecture(major, minor))
+                cubin = build.cubin(source, build.architecture(*self.capability))
                 version = ".".join(map(str, cubin.compiler))
                 with self.current():
                     self._modules[source] = self._check(
@@ -167,6 +190,21 @@ class _Device:
                 )
                 self._functions[source, kernel] = found
         return found
+
+    def allow_shared(self, source: str, kernel: str, nbytes: int) -> None:
+        """Ask for more than 48 KB of shared memory, once for each kernel and size."""
+        if self._shared.get((source, kernel), 0) >= nbytes:
+            return
+        attribute = self.driver.CUfunction_attribute
+        self._check(
+            self.driver.cuFuncSetAttribute(
+                self.function(source, kernel),
+                attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                nbytes,
+            ),
+            f"giving {kernel} {nbytes:,} bytes of shared memory",
+        )
+        self._shared[source, kernel] = nbytes
 
 
 @lru_cache(None)

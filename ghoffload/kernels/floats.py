@@ -78,6 +78,7 @@ def _accessors(value: Any, kind: Any) -> tuple[Any, Any]:
 
 load32, store32 = _accessors(types.float32, ir.FloatType())
 load16, store16 = _accessors(types.uint16, ir.IntType(16))
+load8, store8 = _accessors(types.uint8, ir.IntType(8))
 
 
 @njit(error_model="numpy")

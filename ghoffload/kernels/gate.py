@@ -59,7 +59,7 @@ def check(directory: Path) -> list[str]:
         for name in sorted(set(manifest) - {source.stem for source in sources})
     ]
     for source in sources:
-        cubin = build.compile_source(source.read_bytes(), source.name, ARCHITECTURE)
+        cubin = build.compile_source(build.read_source(source), source.name, ARCHITECTURE)
         findings += [
             f"{source.name}: the compiler warns of {code}: {cubin.log}"
             for code in _FATAL_WARNINGS

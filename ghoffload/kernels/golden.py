@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ghoffload.kernels import adam, pack
+from ghoffload.kernels.formats import BLOCK
 from ghoffload.machine.protocol import Launch, Machine
 
 _PATH = Path(__file__).with_name("golden.json")
@@ -55,27 +56,57 @@ _SPECIALS16 = {
 }  # fmt: skip
 
 
+# The same for int8 moments, whose pieces are made of whole blocks.
+_BLOCK_LAYOUT = (
+    (9001, 0, 9001, 0),
+    (7, 0, 7, 87),
+    (4200, 128, 4072, 121),
+    (0, 0, 0, 24),
+    (1, 0, 1, 128),
+    (5000, 0, 5000, 383),
+)
+
+
 @dataclass(frozen=True)
 class _Case:
     weight: torch.dtype
     grad: torch.dtype
-    master: bool
+    master: str
+    moments: str
     amsgrad: bool
     number: int
 
     @property
     def name(self) -> str:
-        extras = " master" * self.master + " amsgrad" * self.amsgrad
+        master = {"none": "", "fp32": " master", "split": " split"}[self.master]
+        moments = "" if self.moments == "fp32" else f" {self.moments} moments"
+        extras = master + moments + " amsgrad" * self.amsgrad
         return f"adam {_NAMES[self.weight]} weight, {_NAMES[self.grad]} gradient{extras}"
+
+    @property
+    def layout(self) -> tuple[tuple[int, int, int, int], ...]:
+        return _BLOCK_LAYOUT if self.moments == "int8" else _LAYOUT
+
+
+def _variants() -> Iterator[tuple[torch.dtype, torch.dtype, str, str, bool]]:
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    for weight, grad in itertools.product(_NAMES, _NAMES):
+        for master, amsgrad in itertools.product(("none", "fp32"), (False, True)):
+            if not (master == "fp32" and weight == fp32):
+                yield weight, grad, master, "fp32", amsgrad
+    for grad, amsgrad in itertools.product(_NAMES, (False, True)):
+        yield bf16, grad, "split", "fp32", amsgrad
+    for moments in ("bf16", "int8"):
+        for grad in _NAMES:
+            yield bf16, grad, "split", moments, False
+        for weight, master in ((fp32, "none"), (bf16, "none"), (bf16, "fp32"), (fp16, "none")):
+            yield weight, bf16, master, moments, False
+        yield fp16, fp16, "fp32", moments, False
 
 
 def _cases() -> Iterator[_Case]:
-    number = 0
-    for weight, grad in itertools.product(_NAMES, _NAMES):
-        for master, amsgrad in itertools.product((False, True), (False, True)):
-            if not (master and weight == torch.float32):
-                yield _Case(weight, grad, master, amsgrad, number)
-                number += 1
+    for number, variant in enumerate(_variants()):
+        yield _Case(*variant, number)
 
 
 def _hash(count: int, salt: int) -> npt.NDArray[np.uint32]:
@@ -113,14 +144,16 @@ def _tensor(
     return torch.from_numpy(bits.astype(np.uint16).view(np.int16)).view(dtype)
 
 
-def _tables() -> tuple[adam.PieceTable, adam.PieceTable, int]:
+def _tables(
+    layout: Sequence[tuple[int, int, int, int]] = _LAYOUT, pitch: int = 211
+) -> tuple[adam.PieceTable, adam.PieceTable, int]:
     """The layout whole, the same cut into more than 64 pieces, and the state's elements."""
     whole, cut, offset = [], [], 0
-    for index, (_, start, count, gap) in enumerate(_LAYOUT):
+    for index, (_, start, count, gap) in enumerate(layout):
         offset += gap
         whole.append((index, start, count, offset, index % 3))
-        for done in range(0, count, 211):
-            part = min(211, count - done)
+        for done in range(0, count, pitch):
+            part = min(pitch, count - done)
             cut.append((index, start + done, part, offset + done, index % 3))
         offset += count
     return adam.PieceTable(whole), adam.PieceTable(cut), offset + 5
@@ -172,28 +205,23 @@ class _Place:
 
 
 def _run_adam(case: _Case, place: _Place) -> str:
-    whole, cut, end = _tables()
+    whole, cut, end = _tables(case.layout, 256 if case.moments == "int8" else 211)
     k = case.number
     host_weights = [
-        _tensor(size, 50 * k + i, case.weight, every=23) for i, (size, *_) in enumerate(_LAYOUT)
+        _tensor(size, 50 * k + i, case.weight, every=23) for i, (size, *_) in enumerate(case.layout)
     ]
-    state = {
-        "exp_avg": place.put(_tensor(end, 50 * k + 20, torch.float32, every=29)),
-        "exp_avg_sq": place.put(_tensor(end, 50 * k + 21, torch.float32, every=31, positive=True)),
-    }
-    if case.amsgrad:
-        state["max_exp_avg_sq"] = place.put(
-            _tensor(end, 50 * k + 22, torch.float32, every=37, positive=True)
-        )
-    if case.master:
+    state = {name: place.put(array) for name, array in _moments(case, end, 50 * k).items()}
+    if case.master == "fp32":
         state["master"] = place.put(_masters(host_weights, end, 50 * k + 23))
+    if case.master == "split":
+        state["rest"] = place.put(_bytes(2 * end, 50 * k + 23).view(torch.int16))
     weights = [place.put(weight) for weight in host_weights]
     steps = place.put(torch.tensor([0.0, 999.0, 5.0, 123456.0]))
     scalars = place.put(torch.zeros(4, adam.SCALARS))
     for step in range(4):
         grads = [
             place.put(_tensor(size, 50 * k + 30 + 7 * step + i, case.grad, every=19 + step))
-            for i, (size, *_) in enumerate(_LAYOUT)
+            for i, (size, *_) in enumerate(case.layout)
         ]
         lr = (1e-3, 0.1, 1.0, place.put(torch.tensor(3e-4, dtype=torch.float64)))[step]
         hyper = adam.Hyper(
@@ -216,6 +244,7 @@ def _run_adam(case: _Case, place: _Place) -> str:
                 scalars=scalars,
                 found_inf=None if found_inf is None else place.put(found_inf),
                 grad_scale=None if grad_scale is None else place.put(grad_scale),
+                seed=0 if case.moments == "fp32" else k,
             )
         )
         table = cut if step == 1 else whole
@@ -223,6 +252,29 @@ def _run_adam(case: _Case, place: _Place) -> str:
             [adam.update(table, weights=weights, grads=grads, state=state, scalars=scalars)]
         )
     return place.finish([*weights, *state.values(), steps, scalars])
+
+
+def _bytes(count: int, salt: int) -> Tensor:
+    return torch.from_numpy((_hash(count, salt) >> np.uint32(24)).astype(np.uint8))
+
+
+def _moments(case: _Case, end: int, salt: int) -> dict[str, Tensor]:
+    if case.moments == "int8":
+        blocks = -(-end // BLOCK)
+        return {
+            "exp_avg": _bytes(end, salt + 20).view(torch.int8),
+            "exp_avg_sq": _bytes(end, salt + 21),
+            "exp_avg_scale": _tensor(blocks, salt + 24, torch.float32, every=7),
+            "exp_avg_sq_scale": _tensor(blocks, salt + 25, torch.float32, every=9, positive=True),
+        }
+    dtype = torch.float32 if case.moments == "fp32" else torch.bfloat16
+    state = {
+        "exp_avg": _tensor(end, salt + 20, dtype, every=29),
+        "exp_avg_sq": _tensor(end, salt + 21, dtype, every=31, positive=True),
+    }
+    if case.amsgrad:
+        state["max_exp_avg_sq"] = _tensor(end, salt + 22, dtype, every=37, positive=True)
+    return state
 
 
 def _masters(weights: Sequence[Tensor], end: int, salt: int) -> Tensor:

@@ -39,9 +39,13 @@ def copy(
     offsets: npt.NDArray[np.int64],
     nbytes: npt.NDArray[np.int64],
     to_packed: bool,
+    on: Tensor,
     stream: int,
 ) -> None:
-    """Queue the copies between ``starts`` and ``packed`` at ``offsets``, all in bytes."""
+    """Queue the copies between ``starts`` and ``packed`` at ``offsets``, all in bytes.
+
+    ``on`` is a tensor of the device that does it.
+    """
     some = nbytes > 0
     theirs, ours, nbytes = starts[some], packed.data_ptr() + offsets[some], nbytes[some]
     count = len(nbytes)
@@ -60,7 +64,7 @@ def copy(
     cuda.launch(
         "pack",
         f"copy_pieces_{size}",
-        cuda.device_index(packed),
+        cuda.device_index(on),
         blocks=int(chunks.sum()),
         threads=_THREADS,
         parameters=(parameter,),

@@ -16,7 +16,7 @@ there are. csrc has the same number."""
 _LEAST_ROW, _MOST_ROW = 1 << 15, 1 << 20
 
 # Columns of a table.
-TENSOR, START, COUNT, OFFSET, SCALARS_ROW = range(5)
+TENSOR, START, COUNT, OFFSET, SCALARS_ROW, FIRST = range(6)
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """dtype codes shared with csrc."""
@@ -30,17 +30,19 @@ class PieceTable:
         pieces: ``(tensor_index, start, count, offset, scalar_index)`` each: ``count`` elements from
             element ``start`` (in dense memory order) of the launch's ``tensor_index``-th tensor;
             ``offset`` is their first element in the packed or state arrays and ``scalar_index``
-            the row of ``scalars`` they use. Where ``start`` and ``offset`` are multiples of 4 and
+            the row of ``scalars`` they use. A sixth number is the index of their first element in
+            the parameter, where the tensor begins elsewhere in it. Where ``start`` and ``offset`` are multiples of 4 and
             the memory is aligned to 16 bytes the CUDA kernels take the vector path.
 
     Raises:
         ValueError: more than ``MAX_PIECES`` pieces, or a negative number.
     """
 
-    def __init__(self, pieces: Sequence[tuple[int, int, int, int, int]]) -> None:
+    def __init__(self, pieces: Sequence[tuple[int, ...]]) -> None:
         if len(pieces) > MAX_PIECES:
             raise ValueError(f"a launch expects at most {MAX_PIECES} pieces, got {len(pieces)}")
-        self.rows: npt.NDArray[np.int64] = np.array(pieces, dtype=np.int64).reshape(-1, 5)
+        rows = [piece if len(piece) == 6 else (*piece, piece[START]) for piece in pieces]
+        self.rows: npt.NDArray[np.int64] = np.array(rows, dtype=np.int64).reshape(-1, 6)
         if (self.rows < 0).any():
             raise ValueError("a piece expects numbers of 0 or more, got a negative one")
         self.rows.flags.writeable = False
@@ -66,6 +68,7 @@ class PieceTable:
             out = np.repeat(rows, cuts, axis=0)
             done = (np.arange(len(out)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * most
             out[:, START] += done
+            out[:, FIRST] += done
             out[:, OFFSET] += done
             out[:, COUNT] = np.minimum(out[:, COUNT] - done, most)
             self._host_rows[most] = out

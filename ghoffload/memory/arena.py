@@ -26,7 +26,8 @@ from ghoffload.machine.topology import cpu_count
 from ghoffload.memory import numa, pages
 from ghoffload.memory.carving import ALIGNMENT, Carved, align
 from ghoffload.memory.ledger import ledger
-from ghoffload.memory.limits import available_host_bytes, cgroup_available_bytes, memlock_limit
+from ghoffload.memory.limits import available_host_bytes, memlock_limit
+from ghoffload.memory.shares import taking
 
 
 def carved_bytes(pieces: Iterable[tuple[int, torch.dtype]], alignment: int = ALIGNMENT) -> int:
@@ -134,21 +135,16 @@ class HostArena(Carved):
 
 
 def _reserve(nbytes: int, owner: str, threads: int) -> mmap.mmap:
-    room = cgroup_available_bytes()
-    if room is not None and nbytes > room:
-        raise torch.OutOfMemoryError(
-            f"{owner} needs {nbytes:,} bytes of host memory; the memory limit of this process's "
-            f"cgroup leaves {room:,}"
-        )
-    try:
-        mapping = pages.reserve(nbytes)
-        pages.populate(mapping, threads=threads)
-    except MemoryError as error:
-        available = available_host_bytes()
-        figure = "an unknown number of" if available is None else f"{available:,}"
-        raise torch.OutOfMemoryError(
-            f"{owner} needs {nbytes:,} bytes of host memory: {error} ({figure} bytes available)"
-        ) from error
+    with taking(nbytes, "system", owner):
+        try:
+            mapping = pages.reserve(nbytes)
+            pages.populate(mapping, threads=threads)
+        except MemoryError as error:
+            available = available_host_bytes()
+            figure = "an unknown number of" if available is None else f"{available:,}"
+            raise torch.OutOfMemoryError(
+                f"{owner} needs {nbytes:,} bytes of host memory: {error} ({figure} bytes available)"
+            ) from error
     return mapping
 
 

@@ -25,6 +25,7 @@ from ghoffload.memory import numa, pages
 from ghoffload.memory.arena import HostArena, _reserve
 from ghoffload.memory.ledger import ledger
 from ghoffload.memory.limits import available_host_bytes, memlock_limit
+from ghoffload.memory.shares import taking
 
 
 class Backing(Protocol):
@@ -53,7 +54,8 @@ def back(
     if kind == "managed":
         assert machine is not None, "refused before"
         if machine.kind == "cuda":
-            return _Managed(nbytes, machine, owner, node)
+            with taking(nbytes, "managed", owner):
+                return _Managed(nbytes, machine, owner, node)
         return _VirtualManaged(nbytes, machine, owner)
     return _Host(kind, nbytes, machine, owner, node)
 

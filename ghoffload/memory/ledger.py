@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
+from collections.abc import Callable
 from typing import NamedTuple
+
+from ghoffload.memory.published import page
 
 
 class LedgerRow(NamedTuple):
@@ -18,11 +22,22 @@ class Ledger:
     """Adds up bytes by (memory kind, owner). Safe to use from several threads.
 
     It knows only what it is told: whoever takes memory adds it and removes it again.
+
+    Args:
+        changed: called after every change.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._held: dict[tuple[str, str], int] = {}
+    # A finalizer may come in at any allocation or call, in a thread that holds the lock. Hence a
+    # lock that lets it in, changes that are one operation, and copies of what is iterated over.
+
+    def __init__(self, changed: Callable[[], None] | None = None) -> None:
+        self._changed = changed
+        self.forget()
+
+    def forget(self) -> None:
+        """Start anew, the lock, too: in a forked child, where all of it is the parent's."""
+        self._lock = threading.RLock()
+        self._held: defaultdict[tuple[str, str], int] = defaultdict(int)
 
     def add(self, kind: str, owner: str, nbytes: int) -> None:
         """Note that ``owner`` now holds ``nbytes`` more bytes of memory kind ``kind``."""
@@ -30,8 +45,10 @@ class Ledger:
             raise ValueError(f"nbytes expects 0 or more, got {nbytes}")
         if nbytes == 0:
             return
+        key = (kind, owner)
         with self._lock:
-            self._held[kind, owner] = self._held.get((kind, owner), 0) + nbytes
+            self._held[key] += nbytes
+        self._tell()
 
     def remove(self, kind: str, owner: str, nbytes: int) -> None:
         """Note that ``owner`` gave back ``nbytes`` bytes of memory kind ``kind``.
@@ -41,38 +58,48 @@ class Ledger:
         """
         if nbytes < 0:
             raise ValueError(f"nbytes expects 0 or more, got {nbytes}")
+        key = (kind, owner)
         with self._lock:
-            held = self._held.get((kind, owner), 0)
-            if nbytes > held:
+            self._held[key] -= nbytes
+            if self._held[key] < 0:
+                self._held[key] += nbytes
                 raise AssertionError(
                     f"internal error: {owner!r} gives back {nbytes:,} bytes of {kind} memory "
-                    f"but holds {held:,}"
+                    f"but holds {self._held[key]:,}"
                 )
-            if nbytes == held:
-                self._held.pop((kind, owner), None)
-            else:
-                self._held[kind, owner] = held - nbytes
+            if self._held[key] == 0:
+                del self._held[key]
+        self._tell()
 
     def total(self, kind: str | None = None, owner: str | None = None) -> int:
         """Bytes held; of one memory kind, of one owner, or of both together where given."""
         with self._lock:
             return sum(
                 nbytes
-                for (row_kind, row_owner), nbytes in self._held.items()
+                for (row_kind, row_owner), nbytes in self._held.copy().items()
                 if kind in (None, row_kind) and owner in (None, row_owner)
             )
 
     def rows(self) -> list[LedgerRow]:
         """What is held, sorted by kind and owner; rows of 0 bytes are left out."""
         with self._lock:
-            held = sorted(self._held.items())
-        return [LedgerRow(kind, owner, nbytes) for (kind, owner), nbytes in held]
+            held = self._held.copy()
+        rows = (LedgerRow(kind, owner, nbytes) for (kind, owner), nbytes in held.items())
+        return sorted(rows)
 
     def reset(self) -> None:
         """Forget everything. For tests, when nothing that was added is still alive."""
         with self._lock:
             self._held.clear()
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._changed is not None:
+            self._changed()
 
 
-ledger = Ledger()
+ledger = Ledger(changed=page.refresh)
 """What this process holds."""
+
+page.held = ledger.rows
+page.on_fork.append(ledger.forget)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ghoffload.machine.topology.files import cgroup_memory, fields
+from ghoffload.machine.topology.files import cgroup_memory, cgroup_memory_levels, fields
 
 _PROC_MEMINFO = "proc/meminfo"
 
@@ -38,13 +38,29 @@ def available_host_bytes(root: Path = Path("/")) -> int | None:
     Args:
         root: the file system to read, for tests.
     """
-    figures = [cgroup_available_bytes(root)]
+    return min(host_rooms(root).values(), default=None)
+
+
+def host_rooms(root: Path = Path("/")) -> dict[Path | None, int]:
+    """Bytes that may still be taken, by what bounds them.
+
+    That is the directory of each cgroup that has a limit, and ``None`` for the host itself
+    (``MemAvailable``).
+
+    Args:
+        root: the file system to read, for tests.
+    """
+    rooms: dict[Path | None, int] = {
+        directory: room for directory, (_, room) in cgroup_memory_levels(root).items()
+    }
     kilobytes = fields(root / _PROC_MEMINFO).get("MemAvailable")
     if kilobytes is not None:
-        figures.append(kilobytes * 1024)
-    elif not (root / _PROC_MEMINFO).exists() and root == Path("/"):
-        figures.append(_psutil_available())  # not Linux
-    return min((figure for figure in figures if figure is not None), default=None)
+        rooms[None] = kilobytes * 1024
+    elif not (root / _PROC_MEMINFO).exists() and root == Path("/"):  # not Linux
+        available = _psutil_available()
+        if available is not None:
+            rooms[None] = available
+    return rooms
 
 
 def memlock_limit() -> int | None:

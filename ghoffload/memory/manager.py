@@ -14,7 +14,6 @@ from ghoffload.machine.managed import ADVICE
 from ghoffload.machine.protocol import Machine, Stream
 from ghoffload.memory import numa as nodes
 from ghoffload.memory.ledger import ledger
-from ghoffload.memory.limits import available_host_bytes
 from ghoffload.memory.manager_checks import (
     forget,
     location_of,
@@ -24,6 +23,7 @@ from ghoffload.memory.manager_checks import (
 )
 from ghoffload.memory.manager_pool import Block, Pool, tensor_over
 from ghoffload.memory.manager_registry import KINDS, Registry
+from ghoffload.memory.shares import fair_share
 
 
 class TensorManager(Registry):
@@ -38,15 +38,20 @@ class TensorManager(Registry):
     Args:
         machine: the machine, or ``"cuda"``, ``"virtual"``, ``"cpu"``; by default that of
             ``use_machine``, else of the current GPU, else none: then ``"system"`` is what there is.
-        budgets: most bytes by kind, as ints or text such as ``"2 GiB"``. Managed memory never says
-            by itself that it has run out, so it has a budget always: by default the host bytes
-            available at the first use, and never more than are available at the moment.
+        budgets: most bytes by kind, as ints or text such as ``"2 GiB"``. Those of host memory are
+            promises while the manager lives: other processes, and the rest of this one, leave them
+            alone. Managed memory never says by itself that it has run out, so it has a budget
+            always: by default this process's fair share of the host bytes available at the first
+            use (all of them, or one part in ``LOCAL_WORLD_SIZE``), and never more than are
+            available at the moment.
         debug: whether ``check`` looks at what it is given.
         owner: who holds the memory, for the ledger and messages.
 
     Raises:
         ValueError: an unknown kind, or a bad budget.
         MachineUnavailableError: the machine that was asked for cannot be used.
+        torch.OutOfMemoryError: a budget of host memory does not fit below a cgroup's limit, beside
+            what was promised to others; it says to whom.
     """
 
     def __init__(
@@ -246,8 +251,10 @@ class TensorManager(Registry):
             budget = self._budgets.get(kind)
             follows = kind == "managed" and budget is None
             if follows:
-                budget = available_host_bytes()
-            pool = Pool(kind, self.machine, self.owner, budget, follows)
+                budget = fair_share()
+            pool = Pool(
+                kind, self.machine, self.owner, budget, follows, promise=self._promises.get(kind)
+            )
             self._pools[kind] = pool
         return pool
 

@@ -27,6 +27,7 @@ from ghoffload.memory.backing import Backing, back
 from ghoffload.memory.extents import Extents
 from ghoffload.memory.limits import available_host_bytes
 from ghoffload.memory.manager_figures import Counts
+from ghoffload.memory.shares import Promise, available_bytes, taking
 
 SEGMENT_BYTES = 32 << 20
 """Bytes asked of the system at least, so that small tensors share a segment."""
@@ -93,6 +94,8 @@ class Pool:
     budget: int | None
     follows_system: bool = False
     """Whether growth is also held to what the host has available at that moment."""
+    promise: Promise | None = None
+    """Of an explicit budget: Note [budgets add up] in shares.py."""
     segments: list[Segment] = field(default_factory=list)
     cooling: list[Block] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
@@ -143,6 +146,8 @@ class Pool:
         self.cool()
         idle = [segment for segment in self.segments if segment.extents.whole]
         self.segments = [segment for segment in self.segments if not segment.extents.whole]
+        if idle:
+            self._tell()
         for segment in idle:
             segment.backing.close()
         return sum(segment.extents.nbytes for segment in idle)
@@ -180,16 +185,26 @@ class Pool:
             self.trim()
             backing = self._back(needed, node)
         self.segments.append(Segment(backing, Extents(backing.nbytes, align), node))
+        self._tell()
 
     def _back(self, nbytes: int, node: int | None) -> Backing:
-        return back(self.kind, nbytes, machine=self.machine, owner=self.owner, node=node)
+        if self.promise is not None:
+            claimed = self.promise.taking()
+        else:
+            claimed = taking(nbytes, self.kind, self.owner, guess=self.follows_system)
+        with claimed:
+            return back(self.kind, nbytes, machine=self.machine, owner=self.owner, node=node)
+
+    def _tell(self) -> None:
+        if self.promise is not None:
+            self.promise.hold(self.reserved)
 
     def _room(self, needed: int) -> int:
         """Bytes that may still be reserved; no more is looked for than matters."""
         most = max(needed, SEGMENT_BYTES)
         room = most if self.budget is None else min(most, self.budget - self.reserved)
         if self.follows_system:
-            available = available_host_bytes()
+            available = available_bytes()
             room = room if available is None else min(room, available)
         return max(room, 0)
 

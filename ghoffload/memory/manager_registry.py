@@ -23,6 +23,7 @@ from ghoffload.machine.protocol import Machine
 from ghoffload.memory.ledger import ledger
 from ghoffload.memory.manager_figures import Counts, KindStatistics
 from ghoffload.memory.manager_pool import Block, Graveyard, Pool
+from ghoffload.memory.shares import Promise
 
 _Own = TypeVar("_Own", bound="Registry")
 
@@ -49,12 +50,27 @@ class Registry:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._pools: dict[str, Pool] = {}
+        self._promises: dict[str, Promise] = {}
         self._blocks: dict[int, Block] = {}  # by the address of the storage
         self._graveyard = Graveyard()
         self._device = Counts()
         self._finalizer = weakref.finalize(
-            self, _close, self._pools, self._graveyard, self._blocks, owner, self._process
+            self,
+            _close,
+            self._pools,
+            self._promises,
+            self._graveyard,
+            self._blocks,
+            owner,
+            self._process,
         )
+        try:
+            for kind, nbytes in self._budgets.items():
+                if kind != "device":  # torch's to hold to, and of this process alone
+                    self._promises[kind] = Promise(kind, owner, nbytes)
+        except BaseException:
+            self._finalizer()
+            raise
         managers.add(self)
 
     def kind_of(self, tensor: Tensor) -> str:
@@ -246,6 +262,7 @@ managers: weakref.WeakSet[Registry] = weakref.WeakSet()
 
 def _close(
     pools: dict[str, Pool],
+    promises: dict[str, Promise],
     graveyard: Graveyard,
     blocks: dict[int, Block],
     owner: str,
@@ -255,6 +272,8 @@ def _close(
     held = {*graveyard.exhume(), *blocks.values()}
     if os.getpid() != process:
         return
+    for promise in promises.values():
+        promise.drop()
     for pool in pools.values():
         pool.close()
     # Device tensors are torch's from here on; the ledger holds what a manager answers for.

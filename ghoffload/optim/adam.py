@@ -24,6 +24,8 @@ from ghoffload.optim.checks import (
     check_sharing,
     check_unchanged,
 )
+from ghoffload.optim.clipping import Clipping, scale_of, tell
+from ghoffload.optim.compiled import leave_graphs
 from ghoffload.optim.engine import Engine, GroupStep
 from ghoffload.optim.report import MemoryReport, memory_report
 from ghoffload.optim.state import OffloadState
@@ -80,6 +82,7 @@ class OffloadAdam(Optimizer):
         config: OffloadConfig | Mapping[str, Any] | str | None = None,
         machine: Machine | str | None = None,
     ) -> None:
+        leave_graphs(OffloadAdam)
         self._config = OffloadConfig.of(config)
         self._machine_choice = machine
         self._engine: Engine | None = None
@@ -171,6 +174,7 @@ class OffloadAdam(Optimizer):
         owner = f"{self._title}-{next(_names)}"
         self._engine = Engine(machine, device, self._config, owner=owner)
         self._state = OffloadState(self._engine)
+        self._clipping = Clipping(self._title, device, machine)
         self._close = weakref.finalize(self, self._engine.close)
         try:
             self._plan([p for p in parameters if p.requires_grad])
@@ -188,8 +192,7 @@ class OffloadAdam(Optimizer):
         engine = self._open_engine
         new = [p for p in dict.fromkeys(parameters) if engine.find(p) is None]
         if new:
-            amsgrad = {p: bool(g["amsgrad"]) for g in self.param_groups for p in g["params"]}
-            engine.add(new, amsgrad)
+            engine.add(new, {p: group for group in self.param_groups for p in group["params"]})
             # At exit the newest finalizer runs first: pending work must end before its arenas go.
             self._close.detach()
             self._close = weakref.finalize(self, engine.close)
@@ -265,20 +268,74 @@ class OffloadAdam(Optimizer):
                 self._plan(grads)
                 groups.append(GroupStep(self._hyper(number, group, grads), grads))
         if groups:
+            clip, grad_scale = self._clipping.of_step(
+                [grad for group in groups for grad in group.grads.values()],
+                getattr(self, "grad_scale", None),
+            )
             self._open_engine.step(
                 groups,
                 found_inf=getattr(self, "found_inf", None),
-                grad_scale=getattr(self, "grad_scale", None),
+                grad_scale=grad_scale,
+                clip=clip,
             )
         inner = getattr(self, "_inner", None)
         if inner is not None:
             inner._opt_called = True  # what LR schedulers made on the wrapped optimizer look for
         return loss
 
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> Tensor:
+        """Clip the norm of all gradients of this optimizer, as one vector, at the next step.
+
+        ``torch.nn.utils.clip_grad_norm_`` in one read of the gradients: the norm and the factor
+        stay on the device and the step multiplies the gradients as it reads them. ``p.grad`` itself
+        is not rewritten. The factor is that of the gradients as they are now: changing them before
+        the step is an error, a later call replaces it, ``zero_grad()`` forgets it. (torch's own
+        function works, too, and then this one is not needed.)
+
+        Args:
+            max_norm: 0 or more.
+            norm_type: 2 or infinity.
+            error_if_nonfinite: raise where the norm is infinite or NaN; waits for the device.
+            scaler: the ``GradScaler`` whose ``step`` follows. The norm is then that of the unscaled
+                gradients, and neither ``unscale_`` nor the scaler reads them again. Leave it out
+                only where there is none or after ``scaler.unscale_(optimizer)``.
+
+        Returns:
+            The norm before clipping: fp32, 0-dim, on the parameters' device.
+
+        Raises:
+            RuntimeError: a gradient that cannot be used; a norm that is not finite, if asked for.
+        """
+        self._check_whole()
+        grads = {p: p.grad for g in self.param_groups for p in g["params"] if p.grad is not None}
+        self._check_grads(grads)
+        total, found_inf = self._clipping.clip(
+            list(grads.values()),
+            max_norm,
+            norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+            grad_scale=scale_of(self, scaler),
+            threads=self._config.cpu_threads,
+        )
+        tell(self, scaler, found_inf)
+        return total
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as in torch, and forget a clip of theirs."""
+        self._clipping.forget()
+        super().zero_grad(set_to_none)
+
     def _hyper(self, number: int, group: dict[str, Any], grads: Mapping[Tensor, Any]) -> Hyper:
         for parameter in grads:
             home = self._open_engine.find(parameter)
-            if home is not None and home[0].specs[home[1]].amsgrad != bool(group["amsgrad"]):
+            if home is not None and home[0].format(home[1]).amsgrad != bool(group["amsgrad"]):
                 raise ValueError(
                     f"amsgrad of group {number} was changed after its state was reserved; "
                     "build the optimizer with the value it should have"
@@ -390,6 +447,7 @@ class OffloadAdam(Optimizer):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        leave_graphs(OffloadAdam)
         self._engine = None
         self._config = state["config"]
         self._machine_choice = state["machine"]

@@ -1,8 +1,8 @@
 """Which parameters move together: pure planning, no tensor is touched.
 
 Note [spaces and buckets]
-    A *space* holds the parameters with the same set of state arrays. Each of its arrays is one
-    contiguous fp32 array over all of them, so a parameter's ``exp_avg`` is one piece of memory
+    A *space* holds the parameters whose state has the same format. Each of its arrays is one
+    contiguous array over all of them, so a parameter's ``exp_avg`` is one piece of memory
     whatever the bucket size. A *bucket* is an element range of a space: what is transferred and
     stepped together. Parameters larger than a bucket are split over several, small ones share one.
 """
@@ -12,29 +12,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ELEMENT_BYTES = 4  # state is fp32
+from ghoffload.optim.formats import Format
+
 PARAMETER_ALIGNMENT = 8  # elements: keeps 16-byte accesses aligned for 2-byte weights, too
 SPLIT_ALIGNMENT = 1024  # elements: where a parameter may be cut between two buckets
-
-MASTER, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ = "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """What planning needs to know of one parameter: its elements and the arrays of its state."""
+    """What planning needs to know of one parameter: its elements and the format of its state."""
 
     count: int
-    master: bool
-    amsgrad: bool
-
-    @property
-    def arrays(self) -> tuple[str, ...]:
-        master = (MASTER,) if self.master else ()
-        return (*master, EXP_AVG, EXP_AVG_SQ, *((MAX_EXP_AVG_SQ,) if self.amsgrad else ()))
+    format: Format
 
     @property
     def state_bytes(self) -> int:
-        return self.count * ELEMENT_BYTES * len(self.arrays)
+        return self.format.nbytes(self.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +58,14 @@ class Space:
     """Parameters with the same state arrays, laid out one behind the other.
 
     Attributes:
-        arrays: names of the state arrays, each of ``elements`` fp32 elements.
+        format: what arrays there are.
         resident: the state stays in HBM and is never moved.
-        offsets: first element of each parameter (by its index) in every array.
+        elements: of all its parameters, with padding.
+        offsets: first element of each parameter (by its index).
+        buckets: its cut.
     """
 
-    arrays: tuple[str, ...]
+    format: Format
     resident: bool
     elements: int
     offsets: dict[int, int]
@@ -78,7 +73,7 @@ class Space:
 
     @property
     def state_bytes(self) -> int:
-        return self.elements * ELEMENT_BYTES * len(self.arrays)
+        return self.format.nbytes(self.elements)
 
 
 def plan(
@@ -97,32 +92,40 @@ def plan(
         resident_bytes: state that may stay in HBM; parameters are taken in order while they fit.
         min_offload_bytes: parameters with less state than this stay in HBM, beyond that budget.
     """
-    members: dict[tuple[tuple[str, ...], bool], list[int]] = {}
+    members: dict[tuple[Format, bool], list[int]] = {}
     for index, spec in enumerate(specs):
         resident = spec.state_bytes < min_offload_bytes
         if not resident and 0 < spec.state_bytes <= resident_bytes:
             resident = True
             resident_bytes -= spec.state_bytes
-        members.setdefault((spec.arrays, resident), []).append(index)
+        members.setdefault((spec.format, resident), []).append(index)
     spaces = []
-    for (arrays, resident), indices in members.items():
+    for (form, resident), indices in members.items():
+        alignment = max(PARAMETER_ALIGNMENT, form.block)
         offsets, end = {}, 0
         for index in indices:
             offsets[index] = end
-            end += -(-specs[index].count // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT
+            end += -(-specs[index].count // alignment) * alignment
         if resident:  # state that does not move is cut by the number of pieces alone
             capacity = end + SPLIT_ALIGNMENT
         else:
-            capacity = bucket_bytes // (ELEMENT_BYTES * len(arrays))
+            capacity = bucket_bytes * SPLIT_ALIGNMENT // form.nbytes(SPLIT_ALIGNMENT)
             capacity = max(capacity // SPLIT_ALIGNMENT, 1) * SPLIT_ALIGNMENT
         counts = {index: specs[index].count for index in indices}
-        buckets = _cut(counts, offsets, capacity=capacity, max_pieces=max_pieces)
-        spaces.append(Space(arrays, resident, end, offsets, buckets))
+        buckets = _cut(
+            counts, offsets, capacity=capacity, max_pieces=max_pieces, alignment=alignment
+        )
+        spaces.append(Space(form, resident, end, offsets, buckets))
     return tuple(spaces)
 
 
 def _cut(
-    counts: dict[int, int], offsets: dict[int, int], *, capacity: int, max_pieces: int
+    counts: dict[int, int],
+    offsets: dict[int, int],
+    *,
+    capacity: int,
+    max_pieces: int,
+    alignment: int,
 ) -> tuple[Bucket, ...]:
     buckets: list[Bucket] = []
     pieces: list[Piece] = []
@@ -149,5 +152,5 @@ def _cut(
             done += take
     if pieces:
         last = pieces[-1]
-        close(first + last.offset + -(-last.count // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT)
+        close(first + last.offset + -(-last.count // alignment) * alignment)
     return tuple(buckets)

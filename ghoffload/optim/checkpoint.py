@@ -3,8 +3,10 @@
 Note [forms]
     Torch's form is ``{"state": {i: {"step", "exp_avg", "exp_avg_sq", ...}}, "param_groups"}`` on
     the CPU, with the fp32 ``master`` of a bf16 or fp16 parameter under a key of its own. The native
-    form adds ``"ghoffload"``: a version and the config. Both hold the live host memory, no copy of
-    it (a state dict of torch's optimizers is live, too): save it before the next step.
+    form adds ``"ghoffload"``: a version and the config; and has what is coded as it is coded, so
+    it is as small as the host state. What is not decoded is the live host memory, no copy of it (a
+    state dict of torch's optimizers is live, too): save it before the next step. Each form goes
+    into an optimizer of any config: Note [entries] in entries.py.
 """
 
 from __future__ import annotations
@@ -13,16 +15,16 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ghoffload.optim import entries as parts
 from ghoffload.optim.checks import check_options
 from ghoffload.optim.engine import Engine
-from ghoffload.optim.section import STEP, entry_names
 from ghoffload.optim.state import check_entries
 
 NATIVE_KEY = "ghoffload"
-NATIVE_VERSION = 1
+NATIVE_VERSION = 2
+READABLE_VERSIONS = (1, 2)
 NEEDED_OPTIONS = ("lr", "betas", "eps", "weight_decay")  # the others came to torch later
 
 
@@ -44,7 +46,8 @@ def pack(engine: Engine, param_groups: list[dict[str, Any]], *, native: bool) ->
         section, position = home
         entries: dict[Any, Any] = {}
         if section.started[position]:
-            entries = {name: t.cpu() for name, t in section.entries(position).items()}
+            form = parts.native if native else parts.read
+            entries = {name: t.cpu() for name, t in form(section, position).items()}
             entries["step"] = entries["step"].clone()
         entries.update(section.extras[position])
         if entries:
@@ -71,9 +74,10 @@ def check(
     header = state_dict.get(NATIVE_KEY, {"version": NATIVE_VERSION})
     if not isinstance(header, Mapping):
         raise TypeError(f"{NATIVE_KEY!r} expects a dict, got {type(header).__name__}")
-    if header.get("version") != NATIVE_VERSION:
+    if header.get("version") not in READABLE_VERSIONS:
         raise ValueError(
-            f"native state dict expects version {NATIVE_VERSION}, got {header.get('version')!r}"
+            f"native state dict expects version {' or '.join(map(str, READABLE_VERSIONS))}, got "
+            f"{header.get('version')!r}"
         )
     saved = state_dict["param_groups"]
     if len(saved) != len(param_groups):
@@ -83,7 +87,7 @@ def check(
         )
     for number, (mine, theirs) in enumerate(zip(param_groups, saved, strict=True)):
         _check_group(title, number, mine, theirs)
-    amsgrad = {p: bool(group["amsgrad"]) for group in param_groups for p in group["params"]}
+    groups = {p: group for group in param_groups for p in group["params"]}
     ids = _parameters_of(param_groups, saved)
     entries: dict[Tensor, Mapping[Any, Any]] = {}
     for index, values in state_dict["state"].items():
@@ -92,7 +96,8 @@ def check(
                 f"state dict has an entry for parameter {index!r}, which is in none of its groups"
             )
         parameter = ids[index]
-        targets = _targets(engine, parameter, amsgrad[parameter])
+        group = groups[parameter]
+        targets = parts.expected(engine.format(parameter, group), parameter)
         check_entries(targets, values, f"parameter {index!r}")
         if values:
             entries[parameter] = values
@@ -122,20 +127,6 @@ def _check_group(
             f"built, got amsgrad={bool(theirs.get('amsgrad', False))}"
         )
     check_options(title, {**mine, **theirs})
-
-
-def _targets(engine: Engine, parameter: Tensor, amsgrad: bool) -> dict[str, Tensor]:
-    """The live state entries of a parameter, or tensors like those it would have."""
-    home = engine.find(parameter)
-    if home is not None:
-        return home[0].entries(home[1])
-    names = entry_names(engine.spec(parameter, amsgrad))
-    return {
-        name: torch.empty(
-            () if name == STEP else parameter.shape, dtype=torch.float32, device="meta"
-        )
-        for name in names
-    }
 
 
 def _parameters_of(

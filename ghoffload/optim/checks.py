@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
+
+from ghoffload.config import Moments
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -44,6 +46,11 @@ def check_options(title: str, options: Mapping[str, Any]) -> None:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
     if not options["weight_decay"] >= 0.0:
         raise ValueError(f"Invalid weight_decay value: {options['weight_decay']}")
+    moments = options.get("moments")
+    if moments is not None and moments not in get_args(Moments):
+        raise ValueError(
+            f"moments expects one of {', '.join(map(repr, get_args(Moments)))}, got {moments!r}"
+        )
     if isinstance(betas[0], Tensor) != isinstance(betas[1], Tensor):
         raise ValueError("betas must be either both floats or both Tensors")
     if options["fused"] and options["differentiable"]:

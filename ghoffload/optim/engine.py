@@ -17,7 +17,9 @@ from ghoffload.kernels.cuda import preload
 from ghoffload.machine.cuda import CudaMachine
 from ghoffload.machine.protocol import Launch, Machine
 from ghoffload.memory import HostArena
+from ghoffload.memory.published import page
 from ghoffload.optim.buckets import ParameterSpec, plan
+from ghoffload.optim.formats import Format, format_of
 from ghoffload.optim.hosted import DirectStep, HostStep
 from ghoffload.optim.operands import BucketJob, collect, jobs, reserve
 from ghoffload.optim.resolve import resolve
@@ -84,20 +86,41 @@ class Engine:
         """The section of a parameter and its index there, if it has been planned."""
         return self._home.get(parameter)
 
-    def spec(self, parameter: Tensor, amsgrad: bool) -> ParameterSpec:
-        """What state a parameter has, or would have."""
-        return ParameterSpec(
-            count=parameter.numel(),
-            master=self.config.master != "none" and parameter.dtype != torch.float32,
-            amsgrad=amsgrad,
+    def format(self, parameter: Tensor, group: Mapping[str, Any]) -> Format:
+        """The format of a parameter's state, or the one it would get."""
+        home = self._home.get(parameter)
+        if home is not None:
+            return home[0].format(home[1])
+        config = self.config
+        return format_of(
+            parameter.dtype,
+            parameter.numel(),
+            master=config.master,
+            moments=group.get("moments") or config.moments,
+            moments_fp32_below=config.moments_fp32_below,
+            amsgrad=bool(group["amsgrad"]),
         )
 
-    def add(self, parameters: Sequence[Tensor], amsgrad: Mapping[Tensor, bool]) -> None:
-        """Plan ``parameters`` and reserve all the memory their state will need."""
+    def add(self, parameters: Sequence[Tensor], groups: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Plan ``parameters`` and reserve all the memory their state will need.
+
+        Args:
+            parameters: those without state yet.
+            groups: the options of every parameter's group, in the optimizer's order: where a
+                parameter stands in it decides its random numbers.
+
+        Raises:
+            ValueError: options that exclude one another.
+            torch.OutOfMemoryError: there is no room. Nothing was reserved.
+        """
         if not parameters:
             return
         config = self.config
-        specs = [self.spec(parameter, amsgrad[parameter]) for parameter in parameters]
+        numbers = {p: number for number, p in enumerate(groups)}
+        parameters = sorted(parameters, key=numbers.__getitem__)
+        specs = [
+            ParameterSpec(count=p.numel(), format=self.format(p, groups[p])) for p in parameters
+        ]
         everything = sum(spec.state_bytes for spec in specs)
         resolved = self.resolved
         resident = everything if resolved.memory_kind == "device" else config.hbm_state_bytes
@@ -120,6 +143,7 @@ class Engine:
             first_slot=first_slot,
             owner=self.owner,
         )
+        section.seeds = [numbers[p] - index for index, p in enumerate(parameters)]
         try:
             if resolved.in_place and section.host_kind not in (None, resolved.memory_kind):
                 raise RuntimeError(
@@ -144,24 +168,26 @@ class Engine:
         *,
         found_inf: Tensor | None,
         grad_scale: Tensor | None,
+        clip: Tensor | None = None,
     ) -> None:
         """Queue one update. Nothing is changed before everything it needs is there."""
         stepper = self._stepper
         found_inf, grad_scale = stepper.host_value(found_inf), stepper.host_value(grad_scale)
+        clip = stepper.host_value(clip)
         grads: dict[Section, dict[int, Tensor]] = {}
-        members: list[tuple[Section, Hyper, list[int]]] = []
+        members: list[tuple[Section, int, Hyper, list[int]]] = []
         for group in groups:
-            by_section: dict[Section, list[int]] = {}
+            by_seed: dict[tuple[Section, int], list[int]] = {}
             for parameter, grad in group.grads.items():
                 section, index = self._home[parameter]
-                by_section.setdefault(section, []).append(index)
+                by_seed.setdefault((section, section.seeds[index]), []).append(index)
                 grads.setdefault(section, {})[index] = grad
             hyper = self._hyper(group.hyper)
-            members += [(section, hyper, indices) for section, indices in by_section.items()]
+            members += [(*key, hyper, indices) for key, indices in by_seed.items()]
         for section, present in grads.items():
             reserve(section, present)
         prepares: list[Launch] = []
-        for section, hyper, indices in members:
+        for section, seed, hyper, indices in members:
             prepares += prepare(
                 np.array(indices, dtype=np.uint32),
                 hyper,
@@ -169,6 +195,8 @@ class Engine:
                 scalars=section.scalars,
                 found_inf=found_inf,
                 grad_scale=grad_scale,
+                clip=clip,
+                seed=seed,
             )
         work: list[BucketJob] = []
         write_through: list[tuple[Tensor, Tensor]] = []
@@ -186,6 +214,7 @@ class Engine:
             for index in present:
                 section.started[index] = True
         self.interrupted = None
+        page.stepped(self.machine, sum(section.elements(grads[section]) for section in grads))
 
     def _hyper(self, hyper: Hyper) -> Hyper:
         """Tensor hyperparameters where the step can read them."""

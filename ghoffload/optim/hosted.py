@@ -118,7 +118,9 @@ class _Packed:
             return result
 
         pieces = [plan.pieces[index] for index in job.active]
-        table = PieceTable([(k, 0, p.count, p.offset, p.parameter) for k, p in enumerate(pieces)])
+        table = PieceTable(
+            [(k, 0, p.count, p.offset, p.parameter, p.start) for k, p in enumerate(pieces)]
+        )
         return update(
             table,
             weights=unpacked(job.weights, self.weight_offsets),

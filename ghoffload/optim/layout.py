@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
 def _significant(size: tuple[int, ...], stride: tuple[int, ...]) -> list[tuple[int, int]]:
     """(stride, size) of the dimensions that matter, the innermost first."""
     return sorted((st, n) for n, st in zip(size, stride, strict=True) if n != 1)
+
+
+def _row_major(size: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for n in reversed(size[1:]):
+        strides.append(strides[-1] * max(n, 1))
+    return tuple(reversed(strides))[: len(size)] if size else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +36,16 @@ class Layout:
         expected = 1
         for step, count in _significant(size, stride):
             if step != expected:
-                return cls(size, tuple(torch.empty(size, device="meta").stride()))
+                return cls(size, _row_major(size))
             expected *= count
         return cls(size, stride)
+
+    @property
+    def row_major(self) -> bool:
+        """Whether the last dimension is the innermost, and so on."""
+        return _significant(self.size, self.stride) == _significant(
+            self.size, _row_major(self.size)
+        )
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether ``tensor``'s memory, from its first element on, is its values in this order."""

@@ -1,15 +1,13 @@
-"""How a config's ``auto`` resolves for one optimizer, and what does not go together."""
+"""What one optimizer does with its config, and what does not go together."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ghoffload import measure
 from ghoffload.config import OffloadConfig
 from ghoffload.machine.protocol import Machine
 from ghoffload.memory import require_reached
-
-DEFAULT_CTAS = 4
-"""Thread blocks of an update in place where nothing was measured: enough on an H200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,43 +23,31 @@ class Resolved:
 
     on_host: bool
     memory_kind: str
-    in_place: bool
-    ctas: int
+    in_place: bool = False
+    ctas: int = 0
 
 
 def resolve(machine: Machine | None, config: OffloadConfig) -> Resolved:
-    """The settings in force.
+    """The settings in force; ``auto`` as the machine was measured.
 
     Raises:
         ValueError: settings that exclude one another, or that the machine does not have.
     """
-    on_host = machine is None or config.step_device == "cpu"
-    if on_host:
+    if machine is None or config.step_device == "cpu":
         _check_host(machine, config)
         pinned = config.memory_kind in ("auto", "pinned") and config.pin_memory
-        kind = "pinned" if pinned and machine is not None else "system"
-        return Resolved(True, kind, False, 0)
-    assert machine is not None, "it would step on the host"
-    kind, transfer = config.memory_kind, config.transfer
-    if kind in ("managed", "system"):
-        if transfer == "copy_engine":
-            raise ValueError(
-                f"memory_kind={kind!r} expects transfer='kernel': copy engines are slow on managed "
-                "memory, and from pageable memory they block the host; got transfer='copy_engine'"
-            )
-        require_reached(kind, machine)
-        transfer = "kernel"
-    elif kind == "auto":
-        kind = "pinned"
-    if transfer == "kernel" and kind == "pinned" and not config.pin_memory:
-        raise ValueError(
-            "transfer='kernel' lets the GPU update host state where it lies; it expects memory "
-            "that the GPU reaches, got pin_memory=False"
-        )
-    if kind == "pinned" and not config.pin_memory:
-        return Resolved(False, "pageable", False, 0)
-    in_place = transfer == "kernel" and kind != "device"
-    return Resolved(False, kind, in_place, (config.ctas or DEFAULT_CTAS) if in_place else 0)
+        return Resolved(True, "pinned" if pinned and machine is not None else "system")
+    for kind in ("managed", "system"):
+        if config.memory_kind == kind:
+            require_reached(kind, machine)
+    measure.resolve(config, machine, None)  # what contradicts itself is not worth a measurement
+    open_kind = config.memory_kind == "auto" and config.pin_memory
+    open_way = config.memory_kind != "device" and config.transfer == "auto"
+    open_ctas = config.ctas == 0 and config.transfer != "copy_engine"
+    rates = measure.rates_of(machine) if open_kind or open_way or open_ctas else None
+    choice = measure.resolve(config, machine, rates)
+    in_place = choice.transfer == "kernel" and choice.memory_kind != "device"
+    return Resolved(False, choice.memory_kind, in_place, choice.ctas if in_place else 0)
 
 
 def _check_host(machine: Machine | None, config: OffloadConfig) -> None:

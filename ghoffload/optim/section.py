@@ -7,7 +7,7 @@ frozen parameter gets its first gradient. It reserves everything it will ever ne
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,25 +17,27 @@ from torch import Tensor
 from ghoffload.kernels.adam import SCALARS, PieceTable
 from ghoffload.machine.protocol import Machine
 from ghoffload.memory import Carved, ledger, state_arena
-from ghoffload.optim.buckets import MASTER, Bucket, ParameterSpec, Space
+from ghoffload.optim.buckets import Bucket, ParameterSpec, Space
+from ghoffload.optim.formats import Format
 from ghoffload.optim.layout import Layout
 
 ARENA_ALIGNMENT = 256
 STEP = "step"
 
 
-def entry_names(spec: ParameterSpec) -> tuple[str, ...]:
-    """Names of a parameter's state entries, in torch's order with the master last."""
-    names = (STEP, *(name for name in spec.arrays if name != MASTER))
-    return (*names, MASTER) if spec.master else names
-
-
 @dataclass(slots=True)
 class SpaceState:
-    """The state arrays of one space: 1-D fp32 tensors on the host, or in HBM where resident."""
+    """The state arrays of one space: 1-D tensors on the host, or in HBM where resident."""
 
     plan: Space
     arrays: dict[str, Tensor]
+
+    def part(self, start: int, stop: int) -> dict[str, Tensor]:
+        """What belongs to elements [start, stop); both begin a block of the format."""
+        return {
+            array.name: self.arrays[array.name][array.items(start) : array.items(stop)]
+            for array in self.plan.format.arrays
+        }
 
 
 @dataclass(slots=True)
@@ -86,6 +88,7 @@ class Section:
         scalars: fp32 ``[parameters, SCALARS]``, what one step's update reads per parameter.
         started: whether a parameter has taken part in a step; until then it has no state, as in
             torch.
+        seeds: of each parameter's random numbers, less its index here.
         extras: what a user put into ``state[p]`` beside the optimizer's own entries.
         scratch: dense stand-ins for parameters and gradients that lie otherwise; made once.
     """
@@ -104,9 +107,11 @@ class Section:
     ) -> None:
         self.parameters = list(parameters)
         self.specs = list(specs)
+        self._elements = sum(spec.count for spec in specs)
         self.layouts = [Layout.of(parameter) for parameter in parameters]
         self.dtypes = [parameter.dtype for parameter in parameters]
         self.started = [False] * len(self.parameters)
+        self.seeds = [0] * len(self.parameters)
         self.extras: list[dict[Any, Any]] = [{} for _ in self.parameters]
         self.scratch: dict[tuple[int, str], Tensor] = {}
         self._machine, self._owner = machine, owner
@@ -128,7 +133,7 @@ class Section:
             LiveBucket(
                 section=self,
                 plan=bucket,
-                host={n: a[bucket.start : bucket.stop] for n, a in space.arrays.items()},
+                host=space.part(bucket.start, bucket.stop),
                 resident=space.plan.resident,
                 slot=-1 if space.plan.resident else next(slots),
             )
@@ -140,23 +145,22 @@ class Section:
         nbytes = 0
         for space in spaces:
             if not space.resident:
-                array = -(-space.elements * 4 // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
-                nbytes += array * len(space.arrays)
+                sizes = (array.nbytes(space.elements) for array in space.format.arrays)
+                nbytes += sum(-(-size // ARENA_ALIGNMENT) * ARENA_ALIGNMENT for size in sizes)
         if nbytes == 0:
             return None
         return state_arena(memory_kind, nbytes, machine=self._machine, owner=self._owner)
 
     def _reserve_space(self, plan: Space) -> SpaceState:
         arrays = {}
-        for name in plan.arrays:
+        for array in plan.format.arrays:
+            items = array.items(plan.elements)
             if plan.resident:
-                arrays[name] = self._device_zeros((plan.elements,))
+                arrays[array.name] = self.keep_on_device((items,), array.dtype).zero_()
             elif self._arena is None:
-                arrays[name] = torch.zeros(0, dtype=torch.float32, device="cpu")
+                arrays[array.name] = torch.zeros(0, dtype=array.dtype, device="cpu")
             else:
-                arrays[name] = self._arena.carve(
-                    plan.elements, torch.float32, alignment=ARENA_ALIGNMENT
-                )
+                arrays[array.name] = self._arena.carve(items, array.dtype, ARENA_ALIGNMENT)
         return SpaceState(plan, arrays)
 
     def _device_zeros(self, shape: tuple[int, ...]) -> Tensor:
@@ -177,30 +181,35 @@ class Section:
         """The memory kind of the host state; ``None`` where there is none."""
         return None if self._arena is None else self._arena.kind
 
-    def entry(self, index: int, name: str) -> Tensor:
-        """The live tensor of one state entry, in the parameter's shape (``step``: 0-dim).
+    def array(self, index: int, name: str) -> Tensor:
+        """A parameter's part of a state array: 1-D, in the order of its layout, live.
 
         It is memory of its own extent (saving it writes its bytes alone). On the host it shows the
         new values once pending write-back is complete.
         """
-        if name == STEP:
-            return self.steps[index]
         key = (index, name)
         if key not in self._views:
             space = self._space_of[index]
-            offset, count = space.plan.offsets[index], self.specs[index].count
+            form = next(array for array in space.plan.format.arrays if array.name == name)
+            first = form.items(space.plan.offsets[index])
+            count = form.items(self.specs[index].count)
             array = space.arrays[name]
-            if space.plan.resident or self._arena is None:
-                flat = array[offset : offset + count]
+            if space.plan.resident or self._arena is None or count == 0:
+                self._views[key] = array[first : first + count]
             else:
-                start = array.data_ptr() - self._arena.address + offset * array.element_size()
-                flat = self._arena.tensor(start, count, array.dtype)
-            self._views[key] = self.layouts[index].view(flat)
+                start = array.data_ptr() - self._arena.address + first * array.element_size()
+                self._views[key] = self._arena.tensor(start, count, array.dtype)
         return self._views[key]
 
-    def entries(self, index: int) -> dict[str, Tensor]:
-        """All live state entries of a parameter."""
-        return {name: self.entry(index, name) for name in entry_names(self.specs[index])}
+    def format(self, index: int) -> Format:
+        """The format of a parameter's state."""
+        return self.specs[index].format
+
+    def elements(self, indices: Collection[int]) -> int:
+        """Elements of these parameters together."""
+        if len(indices) == len(self.specs):
+            return self._elements
+        return sum(self.specs[index].count for index in indices)
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is that of a state array."""
@@ -213,8 +222,9 @@ class Section:
 
     def reset(self, index: int) -> None:
         """Forget a parameter's state, as before its first step. Pending work must be complete."""
-        for tensor in self.entries(index).values():
-            tensor.zero_()
+        self.steps[index].zero_()
+        for array in self.format(index).arrays:
+            self.array(index, array.name).zero_()
         self.started[index] = False
         self.extras[index].clear()
 

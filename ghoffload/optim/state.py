@@ -8,8 +8,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ghoffload.optim.buckets import MASTER
+from ghoffload.kernels.formats import BLOCK
+from ghoffload.optim import entries as parts
 from ghoffload.optim.engine import Engine
+from ghoffload.optim.formats import EXP_AVG, MASTER, REST, SCALES
 from ghoffload.optim.section import STEP, Section
 
 MOST_STEPS = 2**24
@@ -17,24 +19,25 @@ MOST_STEPS = 2**24
 
 
 class ParameterState(dict[Any, Any]):
-    """One parameter's state entries. The tensors are live; assigning one copies it in."""
+    """One parameter's state entries: Note [entries] in entries.py. Assigning one copies it in."""
 
     def __init__(self, section: Section, index: int) -> None:
-        entries = section.entries(index) if section.started[index] else {}
+        entries = parts.read(section, index) if section.started[index] else {}
         super().__init__({**entries, **section.extras[index]})
         self._section, self._index = section, index
+        self._known = _expected(section, index)
 
     def __setitem__(self, name: Any, value: Any) -> None:
         section, index = self._section, self._index
-        known = section.entries(index)
-        if name not in known:
+        if name not in self._known:
             section.extras[index][name] = value
         else:
-            _copy(known[name], check_entry(name, known[name], value, f"state entry {name!r}"))
-            value = known[name]
+            checked = check_entry(name, self._known[name], value, f"state entry {name!r}")
+            parts.write(section, index, name, checked)
+            value = parts.read_one(section, index, name)
             if not section.started[index]:
                 section.started[index] = True
-                super().update(known)
+                super().update(parts.read(section, index))
         super().__setitem__(name, value)
 
     def __delitem__(self, name: Any) -> None:
@@ -42,7 +45,7 @@ class ParameterState(dict[Any, Any]):
         if name in self._section.extras[self._index]:
             del self._section.extras[self._index][name]
         else:
-            self._section.entry(self._index, name).zero_()
+            parts.clear(self._section, self._index, name)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         for name, value in dict(*args, **kwargs).items():
@@ -118,7 +121,8 @@ class OffloadState(MutableMapping[Any, Any]):
         if home is None:
             NoState()._refuse()
         self._engine.drain()
-        _replace(*home, check_entries(home[0].entries(home[1]), entries, "this parameter"))
+        checked = check_entries(_expected(*home), entries, "this parameter")
+        parts.replace(*home, checked)
 
     def replace(self, new: Mapping[Any, Mapping[Any, Any]]) -> None:
         """Make ``new`` the whole state: parameters that are not in it have none.
@@ -131,21 +135,23 @@ class OffloadState(MutableMapping[Any, Any]):
             home = self._engine.find(parameter)
             if home is None:
                 raise KeyError(f"expected parameters of this optimizer, entry {number} is of none")
-            checked[home] = check_entries(home[0].entries(home[1]), entries, f"parameter {number}")
+            checked[home] = check_entries(_expected(*home), entries, f"parameter {number}")
         self._engine.drain()
         homes = [(s, i) for s in self._engine.sections for i in range(len(s.parameters))]
         # Live memory of one entry that is to become another's is copied before it is overwritten.
         for home, entries in checked.items():
-            mine = {tensor.data_ptr() for tensor in home[0].entries(home[1]).values()}
+            section, index = home
+            mine = {section.array(index, a.name).data_ptr() for a in section.format(index).arrays}
+            mine.add(section.steps[index].data_ptr())
             for name, value in entries.items():
                 if (
                     isinstance(value, Tensor)
                     and value.data_ptr() not in mine
-                    and any(section.owns(value) for section in self._engine.sections)
+                    and any(other.owns(value) for other in self._engine.sections)
                 ):
                     entries[name] = value.clone()
         for home in homes:
-            _replace(*home, checked.get(home, {}))
+            parts.replace(*home, checked.get(home, {}))
 
     def __delitem__(self, parameter: Any) -> None:
         if parameter not in self:
@@ -176,12 +182,21 @@ class OffloadState(MutableMapping[Any, Any]):
         return repr({parameter: dict(self[parameter]) for parameter in self})
 
 
+def _expected(section: Section, index: int) -> dict[str, parts.Expected]:
+    return parts.expected(section.format(index), section.parameters[index])
+
+
 def check_entries(
-    targets: Mapping[str, Tensor], entries: Mapping[Any, Any], who: str
+    targets: Mapping[str, parts.Expected], entries: Mapping[Any, Any], who: str
 ) -> dict[Any, Any]:
-    """What would become a parameter's state (now ``targets``), without changing anything.
+    """What would become a parameter's state, without changing anything.
 
     A ``master`` may be missing (the weight then counts), and is dropped where there is none.
+
+    Args:
+        targets: what ``entries.expected`` says.
+        entries: of torch's form or the native one: Note [entries] in entries.py.
+        who: whose they are, for messages.
 
     Raises:
         TypeError, ValueError: entries are missing or one does not fit.
@@ -194,14 +209,34 @@ def check_entries(
             f"state of {who} expects {', '.join(map(repr, targets))}; "
             f"{', '.join(map(repr, missing))} is missing"
         )
-    checked = {name: value for name, value in entries.items() if name != MASTER}
+    dropped = () if MASTER in targets else (MASTER, REST)
+    checked = {name: value for name, value in entries.items() if name not in dropped}
     for name, target in targets.items():
-        if name in entries:
-            checked[name] = check_entry(name, target, entries[name], f"state {name!r} of {who}")
+        if name not in entries:
+            continue
+        what = f"state {name!r} of {who}"
+        if SCALES.get(name) in entries:
+            dtype = torch.int8 if name == EXP_AVG else torch.uint8
+            _check_native(entries[name], target.shape, dtype, what)
+        else:
+            checked[name] = check_entry(name, target, entries[name], what)
+    shape = targets[EXP_AVG].shape
+    for scale in SCALES.values():
+        if scale in entries:
+            blocks = torch.Size([-(-shape.numel() // BLOCK)])
+            _check_native(entries[scale], blocks, torch.float32, f"state {scale!r} of {who}")
+    if REST in checked:
+        _check_native(checked[REST], shape, torch.int16, f"state {REST!r} of {who}")
     return checked
 
 
-def check_entry(name: Any, target: Tensor, value: Any, what: str) -> Tensor:
+def _check_native(value: Any, shape: torch.Size, dtype: torch.dtype, what: str) -> None:
+    if not isinstance(value, Tensor) or value.shape != shape or value.dtype != dtype:
+        got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"{what} expects {dtype} {tuple(shape)}, got {got}")
+
+
+def check_entry(name: Any, target: parts.Expected, value: Any, what: str) -> Tensor:
     """The tensor that would be copied into ``target``, without changing anything.
 
     Raises:
@@ -212,7 +247,7 @@ def check_entry(name: Any, target: Tensor, value: Any, what: str) -> Tensor:
         value = torch.tensor(value, dtype=torch.float64, device="cpu")
     if not isinstance(value, Tensor):
         raise TypeError(f"{what} expects a tensor, got {type(value).__name__}")
-    if value.shape != target.shape and not value.numel() == target.numel() == 1:
+    if value.shape != target.shape and not value.numel() == target.shape.numel() == 1:
         raise ValueError(f"{what} expects shape {tuple(target.shape)}, got {tuple(value.shape)}")
     if name == STEP:
         number = float(value)
@@ -221,21 +256,3 @@ def check_entry(name: Any, target: Tensor, value: Any, what: str) -> Tensor:
     elif value.dtype not in (target.dtype, torch.bfloat16, torch.float16):
         raise ValueError(f"{what} expects {target.dtype} or a narrower float, got {value.dtype}")
     return value
-
-
-@torch.no_grad()
-def _copy(target: Tensor, value: Tensor) -> None:
-    if value.data_ptr() != target.data_ptr() or value.stride() != target.stride():
-        target.copy_(value.reshape(target.shape))
-
-
-def _replace(section: Section, index: int, entries: Mapping[Any, Any]) -> None:
-    """Set one parameter's state from checked ``entries``; without any it is as never stepped."""
-    targets = section.entries(index)
-    for name, target in targets.items():
-        if name in entries:
-            _copy(target, entries[name])
-        else:
-            target.zero_()
-    section.started[index] = any(name in entries for name in targets)
-    section.extras[index] = {n: v for n, v in entries.items() if n not in targets}

@@ -106,6 +106,7 @@ class StreamedStep:
                     grads=job.grads,
                     state=job.bucket.staged if self._moves(job.bucket) else job.bucket.host,
                     scalars=job.bucket.section.scalars,
+                    ctas=self._ctas if self._in_place and not job.bucket.resident else None,
                 ),
             )
             for job in jobs

@@ -76,13 +76,13 @@ def gather_gpus(reader: Reader, nvml: Nvml, host: Host) -> tuple[Gpu, ...]:
     gpus = []
     if cuda is not None and count:
         for index in range(count):
-            bus_id = _bus_id(quiet(cuda.bus_id, index))
+            bus_id = bus_id_of(quiet(cuda.bus_id, index))
             handle = nvml("DeviceGetHandleByPciBusId", bus_id) if bus_id else None
             gpus.append(_gpu(reader, nvml, host, index, bus_id, handle))
     else:
         for index in range(nvml("DeviceGetCount") or 0):
             handle = nvml("DeviceGetHandleByIndex", index)
-            bus_id = _bus_id(getattr(nvml("DeviceGetPciInfo", handle), "busId", None))
+            bus_id = bus_id_of(getattr(nvml("DeviceGetPciInfo", handle), "busId", None))
             gpus.append(_gpu(reader, nvml, host, None, bus_id, handle))
     return tuple(gpus)
 
@@ -208,7 +208,7 @@ def _manager(
     return "numa" if numa_id >= 0 else "cdmm"
 
 
-def _bus_id(text: Any) -> str:
+def bus_id_of(text: Any) -> str:
     """``0000:1b:00.0`` from any of the forms CUDA and NVML write it in."""
     text = text.decode(errors="replace") if isinstance(text, bytes) else text
     match = re.fullmatch(r"([0-9a-f]+):([0-9a-f]+):([0-9a-f.]+)", (text or "").strip("\0 ").lower())
