@@ -31,7 +31,7 @@ static_assert(MOST_STAGES <= BATCH, "a description must last until its chunk is 
 // ---- parameters ----
 
 struct StreamPiece {
-    u64 weight, grad;     // the first element's address
+    char *weight, *grad;  // the first element's byte
     i64 offset;           // first element in the state arrays
     i64 start;            // first element in its parameter
     i64 count_and_codes;  // count << 8 | codes
@@ -45,8 +45,8 @@ constexpr u32 STATE_ALIGNED = 0x10, WEIGHT_ALIGNED = 0x20, GRAD_ALIGNED = 0x40;
 
 template <u32 N>
 struct StreamTable {
-    u64 exp_avg, exp_avg_sq, max_exp_avg_sq, master;  // `master` is the rest of a split one
-    u64 exp_avg_scale, exp_avg_sq_scale;
+    char *exp_avg, *exp_avg_sq, *max_exp_avg_sq, *master;  // `master` is the rest of a split one
+    char *exp_avg_scale, *exp_avg_sq_scale;
     const float* scalars;
     u32 pieces;
     u32 chunks;
@@ -60,13 +60,13 @@ static_assert(sizeof(StreamTable<LARGE_PIECES>) <= 32764, "kernel parameters hav
 // One chunk, as the producer describes it to the consumers.
 struct alignas(16) Work {
     float row[SCALARS];
-    u64 weight, grad;  // the chunk's first element
-    i64 first;         // it in the state arrays
-    i64 start;         // it in its parameter
-    u32 count;         // elements; 0 for a parameter that is skipped
-    u32 moved;         // the first of them, by bulk copies
+    i64 begin;  // the chunk's first element in its piece
+    i64 first;  // it in the state arrays
+    i64 start;  // it in its parameter
+    u32 count;  // elements; 0 for a parameter that is skipped
+    u32 moved;  // the first of them, by bulk copies
     u32 codes;
-    u32 unused;
+    u32 piece;
 };
 
 // ---- the arrays of a stage ----
@@ -85,8 +85,22 @@ struct Layout {
 // Bytes for the scales of one array: bulk copies bring up to 12 bytes before and behind them, too.
 __device__ __forceinline__ u32 scale_bytes(u32 chunk) { return (chunk / BLOCK * 4 + 31) / 16 * 16; }
 
-__device__ __forceinline__ char* global(u64 address) {
-    return static_cast<char*>(__cvta_global_to_generic(address));
+// A chunk's first weight, and gradient. Pointers come from the kernel's parameters alone: those the
+// compiler knows to be global memory. (NVRTC 13.0 comes to no end where they are integers that
+// __cvta_global_to_generic makes pointers of.)
+template <u32 N>
+__device__ __forceinline__ char* weight_of(const StreamTable<N>& t, const Work& work) {
+    return t.piece[work.piece].weight + work.begin * ((work.codes & 3u) == FP32 ? 4 : 2);
+}
+
+template <u32 N>
+__device__ __forceinline__ char* grad_of(const StreamTable<N>& t, const Work& work) {
+    return t.piece[work.piece].grad + work.begin * ((work.codes >> 2 & 3u) == FP32 ? 4 : 2);
+}
+
+// How far behind a multiple of 16 an address is.
+__device__ __forceinline__ u32 behind(const char* at) {
+    return static_cast<u32>(reinterpret_cast<u64>(at) % 16);
 }
 
 // Four elements in the stage where bulk copies moved them, else n of them in memory.
@@ -97,8 +111,9 @@ struct Place {
 };
 
 template <u32 BYTES>
-__device__ __forceinline__ Four<BYTES> read(const char* stage, u64 memory, const Place& at) {
-    if (!at.staged) return load_some<BYTES>(global(memory + BYTES * at.element), at.n);
+__device__ __forceinline__ Four<BYTES> read(const char* stage, const char* memory,
+                                            const Place& at) {
+    if (!at.staged) return load_some<BYTES>(memory + BYTES * at.element, at.n);
     Four<BYTES> four;
     const char* from = stage + BYTES * at.element;
     if constexpr (BYTES == 4) {
@@ -114,11 +129,11 @@ __device__ __forceinline__ Four<BYTES> read(const char* stage, u64 memory, const
 }
 
 template <u32 BYTES>
-__device__ __forceinline__ void write(char* stage, u64 memory, const Place& at,
+__device__ __forceinline__ void write(char* stage, char* memory, const Place& at,
                                       const Four<BYTES>& four) {
     char* to = stage + BYTES * at.element;
     if (!at.staged)
-        store_some(global(memory + BYTES * at.element), four, at.n);
+        store_some(memory + BYTES * at.element, four, at.n);
     else if constexpr (BYTES == 4)
         *reinterpret_cast<uint4*>(to) =
             make_uint4(four.word[0], four.word[1], four.word[2], four.word[3]);
@@ -129,7 +144,7 @@ __device__ __forceinline__ void write(char* stage, u64 memory, const Place& at,
 }
 
 // The bits of four numbers of a dtype that only the piece knows.
-__device__ __forceinline__ void read_numbers(u32 (&bits)[4], const char* stage, u64 memory,
+__device__ __forceinline__ void read_numbers(u32 (&bits)[4], const char* stage, const char* memory,
                                              const Place& at, bool wide) {
     if (wide) {
         const Four<4> four = read<4>(stage, memory, at);
@@ -147,7 +162,8 @@ __device__ __forceinline__ void read_numbers(u32 (&bits)[4], const char* stage, 
 template <u32 N>
 __device__ __forceinline__ void describe(Work* ring, const StreamTable<N>& t, u32 k) {
     const u32 chunk = blockIdx.x + k * gridDim.x;
-    const StreamPiece& piece = t.piece[piece_of(t, chunk)];
+    const u32 index = piece_of(t, chunk);
+    const StreamPiece& piece = t.piece[index];
     Work& work = ring[k % RING];
     const float* row = t.scalars + u64(piece.scalars_row) * SCALARS;
 #pragma unroll
@@ -157,13 +173,13 @@ __device__ __forceinline__ void describe(Work* ring, const StreamTable<N>& t, u3
     const i64 left = (piece.count_and_codes >> 8) - begin;
     u32 count = static_cast<u32>(left < t.chunk ? left : t.chunk);
     if (row[SKIP] != 0.0f) count = 0;
-    work.weight = piece.weight + begin * ((codes & 3u) == FP32 ? 4 : 2);
-    work.grad = piece.grad + begin * ((codes >> 2 & 3u) == FP32 ? 4 : 2);
+    work.begin = begin;
     work.first = piece.offset + begin;
     work.start = piece.start + begin;
     work.count = count;
     work.moved = codes & STATE_ALIGNED ? count / GROUP * GROUP : 0;
     work.codes = codes;
+    work.piece = index;
 }
 
 // Calls each(array in the stage, its bytes, its address in memory) for what of a chunk the bulk
@@ -182,18 +198,17 @@ __device__ __forceinline__ void for_arrays(const StreamTable<N>& t, const Work& 
     if constexpr (At::REST != 0)
         each(stage + At::AT_MASTER * t.chunk, At::REST * n, t.master + At::REST * work.first);
     if (work.codes & WEIGHT_ALIGNED)
-        each(stage + At::WEIGHT * t.chunk, weight_bytes * n, work.weight);
+        each(stage + At::WEIGHT * t.chunk, weight_bytes * n, weight_of(t, work));
     if (loads && work.codes & GRAD_ALIGNED)
-        each(stage + (At::WEIGHT + t.weight_bytes) * t.chunk, grad_bytes * n, work.grad);
+        each(stage + (At::WEIGHT + t.weight_bytes) * t.chunk, grad_bytes * n, grad_of(t, work));
     if (At::SCALED && loads) {
         // Aligned, and so perhaps a few of the neighbours': those are not used.
         char* scales = stage + (At::WEIGHT + t.weight_bytes + t.grad_bytes) * t.chunk;
-        const u64 at = work.first / BLOCK * 4;
+        const i64 at = work.first / BLOCK * 4;
         const u32 bytes = (work.count + BLOCK - 1) / BLOCK * 4;
-        const u64 m = t.exp_avg_scale + at, v = t.exp_avg_sq_scale + at;
-        each(scales, static_cast<u32>((m % 16 + bytes + 15) / 16 * 16), m / 16 * 16);
-        each(scales + scale_bytes(t.chunk), static_cast<u32>((v % 16 + bytes + 15) / 16 * 16),
-             v / 16 * 16);
+        char *m = t.exp_avg_scale + at, *v = t.exp_avg_sq_scale + at;
+        each(scales, (behind(m) + bytes + 15) / 16 * 16, m - behind(m));
+        each(scales + scale_bytes(t.chunk), (behind(v) + bytes + 15) / 16 * 16, v - behind(v));
     }
 }
 
@@ -202,13 +217,13 @@ template <typename At, u32 N>
 __device__ __forceinline__ void store_scales(const StreamTable<N>& t, const Work& work,
                                              const char* stage, u32 lane) {
     const char* scales = stage + (At::WEIGHT + t.weight_bytes + t.grad_bytes) * t.chunk;
-    const u64 at = work.first / BLOCK * 4;
-    const u64 m = t.exp_avg_scale + at, v = t.exp_avg_sq_scale + at;
+    const i64 at = work.first / BLOCK * 4;
+    char *m = t.exp_avg_scale + at, *v = t.exp_avg_sq_scale + at;
     for (u32 k = lane; k * BLOCK < work.count; k += 32) {
-        *reinterpret_cast<float*>(global(m + 4 * k)) =
-            *reinterpret_cast<const float*>(scales + m % 16 + 4 * k);
-        *reinterpret_cast<float*>(global(v + 4 * k)) =
-            *reinterpret_cast<const float*>(scales + scale_bytes(t.chunk) + v % 16 + 4 * k);
+        *reinterpret_cast<float*>(m + 4 * k) =
+            *reinterpret_cast<const float*>(scales + behind(m) + 4 * k);
+        *reinterpret_cast<float*>(v + 4 * k) =
+            *reinterpret_cast<const float*>(scales + scale_bytes(t.chunk) + behind(v) + 4 * k);
     }
 }
 
@@ -227,10 +242,11 @@ __device__ __forceinline__ void produce(const StreamTable<N>& t, char* stages, u
             char* stage = stages + load_stage * stage_bytes;
             u64* barrier = &full[load_stage];
             u32 bytes = 0;
-            for_arrays<At>(t, work, stage, true, [&](char*, u32 size, u64) { bytes += size; });
+            for_arrays<At>(t, work, stage, true,
+                           [&](char*, u32 size, const char*) { bytes += size; });
             barrier_expect(barrier, bytes);
-            for_arrays<At>(t, work, stage, true, [&](char* to, u32 size, u64 from) {
-                bulk_load(to, global(from), size, barrier);
+            for_arrays<At>(t, work, stage, true, [&](char* to, u32 size, const char* from) {
+                bulk_load(to, from, size, barrier);
             });
         }
         ++loaded;
@@ -244,9 +260,8 @@ __device__ __forceinline__ void produce(const StreamTable<N>& t, char* stages, u
         char* stage = stages + s * stage_bytes;
         barrier_wait(&done[s], parity);
         if (lane == 0) {
-            for_arrays<At>(t, work, stage, false, [&](char* from, u32 size, u64 to) {
-                bulk_store(global(to), from, size);
-            });
+            for_arrays<At>(t, work, stage, false,
+                           [&](char* from, u32 size, char* to) { bulk_store(to, from, size); });
             bulk_commit();
         }
         if (At::SCALED && work.moved != 0) store_scales<At>(t, work, stage, lane);
@@ -281,14 +296,15 @@ __device__ __forceinline__ void update_line(const Scalars& s, const StreamTable<
     char* master_at = stage + At::AT_MASTER * t.chunk;
     char* weights = stage + At::WEIGHT * t.chunk;
     char* grads = weights + t.weight_bytes * t.chunk;
-    const u64 m = t.exp_avg + At::MOMENT * work.first, v = t.exp_avg_sq + At::MOMENT * work.first;
-    const u64 vmax = t.max_exp_avg_sq + 4 * work.first, master = t.master + At::REST * work.first;
-    const u64 block = (work.first + line) / BLOCK * 4;
-    const u64 m_scale = t.exp_avg_scale + block, v_scale = t.exp_avg_sq_scale + block;
-    char* m_scale_at = grads + t.grad_bytes * t.chunk +
-                       (t.exp_avg_scale + work.first / BLOCK * 4) % 16 + line / BLOCK * 4;
+    char *m = t.exp_avg + At::MOMENT * work.first, *v = t.exp_avg_sq + At::MOMENT * work.first;
+    char *vmax = t.max_exp_avg_sq + 4 * work.first, *master = t.master + At::REST * work.first;
+    char *weight_memory = weight_of(t, work), *grad_memory = grad_of(t, work);
+    const i64 block = (work.first + line) / BLOCK * 4, first_block = work.first / BLOCK * 4;
+    char *m_scale = t.exp_avg_scale + block, *v_scale = t.exp_avg_sq_scale + block;
+    char* m_scale_at =
+        grads + t.grad_bytes * t.chunk + behind(t.exp_avg_scale + first_block) + line / BLOCK * 4;
     char* v_scale_at = grads + t.grad_bytes * t.chunk + scale_bytes(t.chunk) +
-                       (t.exp_avg_sq_scale + work.first / BLOCK * 4) % 16 + line / BLOCK * 4;
+                       behind(t.exp_avg_sq_scale + first_block) + line / BLOCK * 4;
 
     State<MASTER, MOMENTS, AMSGRAD> state;
     u32 weight[4], grad[4];
@@ -298,13 +314,13 @@ __device__ __forceinline__ void update_line(const Scalars& s, const StreamTable<
     if constexpr (MASTER != NO_MASTER) state.master = read<At::REST>(master_at, master, at);
     if constexpr (At::SCALED) {
         const bool staged = work.moved != 0;
-        state.exp_avg_scale = staged ? *reinterpret_cast<float*>(m_scale_at)
-                                     : *reinterpret_cast<float*>(global(m_scale));
-        state.exp_avg_sq_scale = staged ? *reinterpret_cast<float*>(v_scale_at)
-                                        : *reinterpret_cast<float*>(global(v_scale));
+        state.exp_avg_scale =
+            staged ? *reinterpret_cast<float*>(m_scale_at) : *reinterpret_cast<float*>(m_scale);
+        state.exp_avg_sq_scale =
+            staged ? *reinterpret_cast<float*>(v_scale_at) : *reinterpret_cast<float*>(v_scale);
     }
-    read_numbers(weight, weights, work.weight, weight_at, wide_weight);
-    read_numbers(grad, grads, work.grad, grad_at, grad_code == FP32);
+    read_numbers(weight, weights, weight_memory, weight_at, wide_weight);
+    read_numbers(grad, grads, grad_memory, grad_at, grad_code == FP32);
     update_four(s, state, weight, weight_code, grad, grad_code, work.start + e);
     write(m_at, m, at, state.exp_avg);
     write(v_at, v, at, state.exp_avg_sq);
@@ -317,15 +333,15 @@ __device__ __forceinline__ void update_line(const Scalars& s, const StreamTable<
                 *reinterpret_cast<float*>(m_scale_at) = state.exp_avg_scale;
                 *reinterpret_cast<float*>(v_scale_at) = state.exp_avg_sq_scale;
             } else {
-                *reinterpret_cast<float*>(global(m_scale)) = state.exp_avg_scale;
-                *reinterpret_cast<float*>(global(v_scale)) = state.exp_avg_sq_scale;
+                *reinterpret_cast<float*>(m_scale) = state.exp_avg_scale;
+                *reinterpret_cast<float*>(v_scale) = state.exp_avg_sq_scale;
             }
         }
     }
     if (wide_weight)
-        write(weights, work.weight, weight_at, four_of<4>(weight));
+        write(weights, weight_memory, weight_at, four_of<4>(weight));
     else
-        write(weights, work.weight, weight_at, four_of<2>(weight));
+        write(weights, weight_memory, weight_at, four_of<2>(weight));
 }
 
 template <u32 MASTER, u32 MOMENTS, bool AMSGRAD, u32 N>

@@ -339,11 +339,13 @@ assert golden.run("cpu", only=[name])[name] == golden.expected()[name]
 
 
 def test_every_variant_is_a_golden_case() -> None:
-    variants = {
+    exact = {
         (weight, grad, master, amsgrad)
         for weight, grad in itertools.product(DTYPES, DTYPES)
         for master, amsgrad in itertools.product((False, True), (False, True))
         if not (master and weight == torch.float32)
     }
-    assert len(variants) == 30
-    assert sum(name.startswith("adam ") for name in golden.names()) == 30
+    assert len(exact) == 30
+    split = 2 * len(DTYPES)  # amsgrad or not
+    coded = 2 * (len(DTYPES) + 5)  # bf16 and int8; split ones and one of each other kind
+    assert sum(name.startswith("adam ") for name in golden.names()) == 30 + split + coded

@@ -47,11 +47,12 @@ def exact(grads: Sequence[Tensor], norm_type: float = 2.0) -> float:
 def mixed(seed: int = 0) -> list[Tensor]:
     """Sizes around the lanes, the chunk and several chunks, in every dtype, some misaligned."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = (1, 7, 0, 1023, 2049, 32767, 32768, 32769, 100_003, 5)
+    sizes = (1, 7, 0, 1023, 2049, 32767, 32768, 32769, 100_003, 5, 30_001, 9_003, 5_500)
     grads = []
     for number, size in enumerate(sizes):
-        grad = torch.randn(size + 3, generator=generator) * 10.0 ** (number - 4)
-        grads.append(grad.to(DTYPES[number % 3])[number % 4 :][:size])
+        for dtype, start in ((DTYPES[number % 3], 0), (DTYPES[(number + 1) % 3], 1 + number % 3)):
+            grad = torch.randn(size + 5, generator=generator) * 10.0 ** (number % 9 - 4)
+            grads.append(grad.to(dtype)[start:][:size])
     return grads
 
 

@@ -433,23 +433,22 @@ def test_a_page_says_what_was_published(start: Callable[..., Process]) -> None:
 def test_a_reader_never_takes_a_torn_page(start: Callable[..., Process]) -> None:
     writer = start(
         """
-        from ghoffload.memory.page_format import COUNTERS, COUNTERS_AT
+        from ghoffload.memory.page_format import BODY_AT
         page.refresh()
+        bodies = [page._encoded([("system", str(k), n) for k in range(1500)]) for n in (1, 2)]
         say("there")
-        n = 0
         while True:
-            n += 1
-            page._put(page._map, COUNTERS_AT, COUNTERS.pack(*[n] * 7, n))
+            for body in bodies:
+                page._put(page._map, BODY_AT, body)
+                time.sleep(0.0001)
         """
     )
     writer.line()
-    counts, deadline = [], time.monotonic() + 60
-    while len({min(values) for values in counts}) < 50:
-        assert time.monotonic() < deadline
-        look = said(writer.pid)
-        if look is not None:
-            counts.append(set(look.counters))
-    assert all(len(values) == 1 for values in counts)
+    looks = [said(writer.pid) for _ in range(400)]
+    whole = [[row.nbytes for row in look.held] for look in looks if look is not None and look.held]
+    assert len(whole) > 200
+    assert all(len(row) == 1500 and len(set(row)) == 1 for row in whole)
+    assert {row[0] for row in whole} == {1, 2}
 
 
 def test_a_page_with_too_much_gives_sums() -> None:

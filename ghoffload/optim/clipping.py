@@ -185,7 +185,7 @@ def _state(scaler: torch.amp.GradScaler, optimizer: Any) -> dict[str, Any]:
 
 def _dense(grad: Tensor) -> Tensor:
     """A gradient whose memory, from its first element on, is its elements in some order."""
-    if grad.is_contiguous() and not grad.is_neg() and not grad._is_zerotensor():
-        return grad
+    if grad.is_contiguous() and not grad._is_zerotensor():
+        return grad  # a negative view, too: no norm looks at signs
     layout = Layout.of(grad)
     return grad if layout.holds(grad) else layout.view(grad.new_empty(grad.numel())).copy_(grad)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ghoffload.config import OffloadConfig
+from ghoffload.kernels import adam_stream_cuda
 from ghoffload.kernels.adam import MAX_PIECES, Hyper, prepare
 from ghoffload.kernels.cuda import preload
 from ghoffload.machine.cuda import CudaMachine
@@ -51,7 +52,8 @@ class Engine:
         self.resolved = resolve(machine, config)
         self.on_host = self.resolved.on_host
         if isinstance(machine, CudaMachine):
-            preload(machine.device.index)  # a kernel that cannot be built is known before any step
+            # A kernel that cannot be built is known before any step.
+            preload(machine.device.index, _sources(self.resolved.in_place))
         self._stepper: StreamedStep | HostStep | DirectStep
         if machine is None:
             self._stepper = DirectStep(threads=config.cpu_threads)
@@ -242,3 +244,9 @@ class Engine:
         for section in self.sections:
             section.close()
         self._home.clear()
+
+
+def _sources(in_place: bool) -> tuple[str, ...]:
+    """The files of csrc that a step may need; parameter groups may ask for coded moments."""
+    sources = ("prepare", "norm", "pack", "adamw", "adamw_coded")
+    return sources + (adam_stream_cuda.SOURCES if in_place else ())
