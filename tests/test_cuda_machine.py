@@ -283,7 +283,7 @@ def test_kernels_get_host_memory_that_the_device_reaches_and_no_other(fake: Cuda
         fake.launch(launch, stream=fake.d2h[0])
     pageable = HostArena(8192, machine=fake, owner="test", pin=False)
     tensor = pageable.carve(10, torch.float32)
-    with pytest.raises(ValueError, match="kernel 'fill' on cuda:0 expects .* got system memory"):
+    with pytest.raises(ValueError, match=r"kernel 'fill' on cuda:0 expects .* got system memory"):
         fake.launch(fill_launch(tensor, device=handles.append), stream=fake.h2d)
     assert len(handles) == 1
     vars(fake)["memory_kinds"] = frozenset({"device", "pinned", "managed", "system"})

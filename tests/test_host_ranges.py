@@ -42,9 +42,11 @@ def test_the_range_of_a_tensor_is_where_its_whole_storage_is() -> None:
     assert ranges.of(tensor) is None
     ranges.add(HostRange(tensor.data_ptr(), tensor.nbytes, "managed", 1))
     found = ranges.of(tensor[3:])
-    assert found is not None and (found.kind, found.node) == ("managed", 1)
+    assert found is not None
+    assert (found.kind, found.node) == ("managed", 1)
     assert ranges.remove(tensor.data_ptr()) == found
-    assert ranges.of(tensor) is None and ranges.remove(tensor.data_ptr()) is None
+    assert ranges.of(tensor) is None
+    assert ranges.remove(tensor.data_ptr()) is None
 
 
 def test_a_kernel_gets_the_kinds_its_device_reaches() -> None:
@@ -73,7 +75,7 @@ def test_debug_mode_refuses_engine_copies_of_what_is_not_pinned(managed: Managed
     host, hbm = managed.carve(8, torch.float32), machine.empty((8,), torch.float32)
     machine.copy(hbm, host, stream=machine.h2d)  # slow, and right
     machine.debug = True
-    with pytest.raises(ValueError, match="copy on stream 'h2d' expects pinned memory .*managed"):
+    with pytest.raises(ValueError, match=r"copy on stream 'h2d' expects pinned memory .*managed"):
         machine.copy(hbm, host, stream=machine.h2d)
     pageable = HostArena(4096, machine=machine, owner="test", pin=False)
     with pytest.raises(ValueError, match=r"expects pinned memory .*got system"):
@@ -92,7 +94,7 @@ def test_debug_mode_knows_the_node() -> None:
     ranges.check_kernel(tensor, EVERYTHING, 1, "kernel", debug=True)
     ranges.check_kernel(tensor, EVERYTHING, None, "kernel", debug=True)
     ranges.check_kernel(tensor, EVERYTHING, 0, "kernel", debug=False)
-    with pytest.raises(ValueError, match="node 0, the nearest to the device, .* to node 1"):
+    with pytest.raises(ValueError, match=r"node 0, the nearest to the device, .* to node 1"):
         ranges.check_kernel(tensor, EVERYTHING, 0, "kernel", debug=True)
     with pytest.raises(ValueError, match="copy expects memory on NUMA node 0"):
         ranges.check_copy(tensor, 0, "copy")

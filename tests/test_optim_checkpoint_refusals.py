@@ -89,7 +89,11 @@ EDITS: list[tuple[Edit, type[Exception], str]] = [
     (_option("lr", -2.0), ValueError, "Invalid learning rate: -2.0"),
     (_option("betas", (0.9, 2.0)), ValueError, "Invalid beta parameter at index 1: 2.0"),
     (_option("weight_decay", None), TypeError, "weight_decay expects a number, got None"),
-    (lambda d: d["ghoffload"].__setitem__("version", 99), ValueError, "expects version 1 or 2, got 99"),
+    (
+        lambda d: d["ghoffload"].__setitem__("version", 99),
+        ValueError,
+        "expects version 1 or 2, got 99",
+    ),
     (lambda d: d.__setitem__("ghoffload", "yes"), TypeError, "'ghoffload' expects a dict, got str"),
 ]
 

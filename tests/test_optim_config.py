@@ -86,7 +86,11 @@ def test_bad_environment(name: str, text: str, match: str, monkeypatch: pytest.M
         ({"step_device": "gpu"}, ValueError, "step_device expects one of .*, got 'gpu'"),
         ({"memory_kind": "tape"}, ValueError, "memory_kind expects one of .*, got 'tape'"),
         ({"transfer": "pigeon"}, ValueError, "transfer expects one of .*, got 'pigeon'"),
-        ({"moments": "int3"}, ValueError, "moments expects one of 'fp32', 'bf16', 'int8', got 'int3'"),
+        (
+            {"moments": "int3"},
+            ValueError,
+            "moments expects one of 'fp32', 'bf16', 'int8', got 'int3'",
+        ),
         ({"overlap": "never"}, ValueError, "overlap expects one of .*, got 'never'"),
         ({"master": ["fp32"]}, ValueError, r"master expects one of .*, got \['fp32'\]"),
         ({"bucket_bytes": 100}, ValueError, "bucket_bytes expects an int of 4096 or more, got 100"),

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import ghoffload
-from ghoffload.machine.cuda import CudaMachine
 from ghoffload.check.programs import result, same_bits, synthetic
+from ghoffload.machine.cuda import CudaMachine
 from ghoffload.memory import ledger
 
 pytestmark = pytest.mark.gpu

@@ -34,7 +34,9 @@ def test_2000_tensors_of_1_kb_cost_by_the_bucket() -> None:
     assert machine.traffic.copies == 2 * 2 * 4  # in and back, exp_avg and exp_avg_sq
 
 
-@pytest.mark.parametrize(("dtype", "state_bytes"), [(torch.bfloat16, 10), (torch.float16, 12), (torch.float32, 8)])
+@pytest.mark.parametrize(
+    ("dtype", "state_bytes"), [(torch.bfloat16, 10), (torch.float16, 12), (torch.float32, 8)]
+)
 def test_the_state_moves_once_each_way(dtype: torch.dtype, state_bytes: int) -> None:
     count = 3 * MIB
     machine = one_step([nn.Parameter(torch.ones(count, dtype=dtype))], bucket_bytes=4 * MIB)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ghoffload import TensorManager, VirtualMachine
-from ghoffload.machine.cuda import CudaMachine, CudaStream
+from ghoffload.machine.cuda import CudaStream
 from ghoffload.machine.managed import Driver
 from ghoffload.memory import ledger, manager_pool
 

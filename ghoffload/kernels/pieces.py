@@ -31,8 +31,9 @@ class PieceTable:
             element ``start`` (in dense memory order) of the launch's ``tensor_index``-th tensor;
             ``offset`` is their first element in the packed or state arrays and ``scalar_index``
             the row of ``scalars`` they use. A sixth number is the index of their first element in
-            the parameter, where the tensor begins elsewhere in it. Where ``start`` and ``offset`` are multiples of 4 and
-            the memory is aligned to 16 bytes the CUDA kernels take the vector path.
+            the parameter, where the tensor begins elsewhere in it. Where ``start`` and ``offset``
+            are multiples of 4 and the memory is aligned to 16 bytes the CUDA kernels take the
+            vector path.
 
     Raises:
         ValueError: more than ``MAX_PIECES`` pieces, or a negative number.
