@@ -7,7 +7,7 @@
 #include "some.cuh"
 
 constexpr u32 THREADS = 256;
-constexpr u32 GROUPS = 2;
+constexpr u32 GROUPS = 1;
 constexpr u32 CHUNK = 4 * THREADS * GROUPS;  // elements of one block; adam_cuda.py has the same
 constexpr u32 ANY = 3;                       // a dtype that only the piece knows
 

@@ -24,7 +24,7 @@ from ghoffload.kernels.pieces import (
 from ghoffload.kernels.state_form import SCALES, StateForm
 
 _THREADS = 256
-_CHUNK = 2048
+_CHUNK = 1024
 _SMALL_PIECES = 64
 _PIECE = np.dtype(
     [
