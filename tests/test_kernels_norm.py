@@ -34,7 +34,10 @@ def norm(grads: Sequence[Tensor], **options: object) -> dict[str, Tensor]:
 
 
 def bits(results: dict[str, Tensor]) -> dict[str, bytes]:
-    return {name: tensor.numpy().tobytes() for name, tensor in results.items()}
+    """The results' bits; a NaN among the partials, which are scratch, may have any payload."""
+    found = {name: tensor.numpy().copy() for name, tensor in results.items()}
+    found["partials"][np.isnan(found["partials"])] = np.nan
+    return {name: array.tobytes() for name, array in found.items()}
 
 
 def exact(grads: Sequence[Tensor], norm_type: float = 2.0) -> float:

@@ -21,7 +21,7 @@ from ghoffload.demo.presets import Preset
 from ghoffload.demo.text import Text
 from ghoffload.demo.train import Result
 
-_STATE = ("master", "exp_avg", "exp_avg_sq")
+_STATE = ("master", "rest", "exp_avg", "exp_avg_sq")
 _MEANS_OVER = 10  # steps
 
 

@@ -28,7 +28,7 @@ _POINTS: tuple[dict[str, Any], ...] = (
 _THINGS: dict[str, tuple[str, ...]] = {
     "weights": ("weights",),
     "gradients": ("gradients",),
-    "master": ("master",),
+    "master": ("master", "rest"),
     "moments": ("exp_avg", "exp_avg_sq"),
     "staging buffers": ("staging buffers", "step counters", "scratch"),
 }
