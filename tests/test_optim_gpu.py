@@ -301,8 +301,8 @@ def test_staging_that_does_not_fit_leaves_nothing_behind() -> None:
     host, allocated = ledger.total(), torch.cuda.memory_allocated()
     torch.cuda.empty_cache()
     hog = torch.empty(torch.cuda.mem_get_info()[0] - (400 << 20), dtype=torch.uint8, device="cuda")
+    config = {"bucket_bytes": 600 << 20, "transfer": "copy_engine"}
     with pytest.raises(torch.OutOfMemoryError):
-        config = {"bucket_bytes": 600 << 20, "transfer": "copy_engine"}
         ghoffload.OffloadAdamW([parameter], config=config)
     del hog
     gc.collect()
