@@ -190,6 +190,9 @@ def test_the_cuda_sources_give_the_golden_hashes(
         getattr(libraries[source], f"run_{kernel}")(addresses, blocks, threads)
 
     monkeypatch.setattr(cuda, "launch", launch)
+    monkeypatch.setattr(
+        cuda, "Start", lambda *what, **how: lambda stream: launch(*what, stream=stream, **how)
+    )
     monkeypatch.setattr(cuda, "device_index", lambda tensor: 0)
     monkeypatch.setattr(Launch, "run_on_host", lambda self: self.device(0))
     assert golden.run("cpu") == golden.expected()

@@ -10,7 +10,9 @@ import ctypes
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from test_csrc_host import ARITHMETIC, ASSEMBLY
 
 from ghoffload.errors import KernelBuildError
 from ghoffload.kernels import adam, adam_cuda, adam_stream_cuda, build, cuda, golden
+from ghoffload.kernels.adam_cuda import Operands
 from ghoffload.kernels.adam_stream_cuda import Shape
 from ghoffload.machine.protocol import Launch
 
@@ -67,22 +70,31 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL
     return {name: compile_for_host(name, directory) for name in VARIANTS}
 
 
+def pretend_hopper(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any]) -> None:
+    """There is a device 0 of compute capability 9.0; ``make`` stands for what starts kernels."""
+    monkeypatch.setattr(cuda, "Start", make)
+    monkeypatch.setattr(cuda, "device_index", lambda tensor: 0)
+    monkeypatch.setattr(cuda, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(cuda, "shared_memory", lambda device: 227 << 10)
+
+
 @pytest.fixture
 def started(libraries: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Update launches run the CPU build of the streaming kernel; the names of the kernels."""
     started: set[str] = set()
 
-    def launch(source, kernel, device, *, blocks, threads, parameters, stream, shared_bytes):  # type: ignore[no-untyped-def]
-        started.add(kernel)
+    def make(source, kernel, device, *, blocks, threads, parameters, shared_bytes):  # type: ignore[no-untyped-def]
         (parameter,) = parameters
-        getattr(libraries[source], f"run_{kernel}")(
-            ctypes.c_void_p(parameter.ctypes.data), blocks, threads, shared_bytes
-        )
 
-    monkeypatch.setattr(cuda, "launch", launch)
-    monkeypatch.setattr(cuda, "device_index", lambda tensor: 0)
-    monkeypatch.setattr(cuda, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(cuda, "shared_memory", lambda device: 227 << 10)
+        def start(stream: int) -> None:
+            started.add(kernel)
+            getattr(libraries[source], f"run_{kernel}")(
+                ctypes.c_void_p(parameter.ctypes.data), blocks, threads, shared_bytes
+            )
+
+        return start
+
+    pretend_hopper(monkeypatch, make)
     original = Launch.run_on_host
 
     def run_on_host(launch: Launch) -> None:
@@ -102,8 +114,8 @@ def test_golden_hashes(
 ) -> None:
     monkeypatch.setattr(
         adam_cuda,
-        "update",
-        lambda *operands: adam_stream_cuda.update(*operands, ctas=ctas, shape=shape),
+        "Update",
+        lambda *operands: adam_stream_cuda.Update(*operands, ctas=ctas, shape=shape),
     )
     only = [name for name in golden.names() if name.startswith("adam ")][part::3]
     assert golden.run("cpu", only=only) == {name: golden.expected()[name] for name in only}
@@ -111,29 +123,28 @@ def test_golden_hashes(
 
 
 def table_of(
-    pieces: list[tuple[int, int, int, int, int]], shape: Shape, shift: int = 0
+    monkeypatch: pytest.MonkeyPatch,
+    pieces: list[tuple[int, int, int, int, int]],
+    shape: Shape,
+    shift: int = 0,
 ) -> tuple[int, np.void]:
     """The kernel parameter for one bf16 weight with fp32 gradient, and the weight's address."""
     weight = torch.zeros(5000, dtype=torch.bfloat16)
     state = {name: torch.zeros(5008)[shift:] for name in ("exp_avg", "exp_avg_sq")}
-    table = adam.PieceTable(pieces)
-    parameter = adam_stream_cuda.pack_parameter(
-        table,
-        table.rows,
-        [weight],
-        [torch.zeros(5000)],
-        np.array([1]),
-        np.array([0]),
-        state,
-        shape,
-    )
+    pretend_hopper(monkeypatch, lambda *given, **named: None)
+    scalars = torch.zeros(8, adam.SCALARS)
+    kernel = adam_stream_cuda.Update(adam.PieceTable(pieces), state, scalars, ctas=1, shape=shape)
+    addresses = (np.array([tensor.data_ptr()]) for tensor in (weight, torch.zeros(5000)))
+    kernel.bind(Operands(*addresses, np.array([1]), np.array([0])))
     assert weight.data_ptr() % 16 == 0
-    return weight.data_ptr(), parameter[0]
+    return weight.data_ptr(), kernel.parameter[0]
 
 
-def test_chunks_are_numbered_through_the_pieces() -> None:
+def test_chunks_are_numbered_through_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     address, head = table_of(
-        [(0, 0, 257, 0, 3), (0, 264, 256, 512, 0), (0, 4000, 1, 1024, 1)], Shape(chunk=256)
+        monkeypatch,
+        [(0, 0, 257, 0, 3), (0, 264, 256, 512, 0), (0, 4000, 1, 1024, 1)],
+        Shape(chunk=256),
     )
     pieces = head["piece"][: head["pieces"]]
     assert pieces["first_chunk"].tolist() == [0, 2, 3]
@@ -156,8 +167,10 @@ def test_chunks_are_numbered_through_the_pieces() -> None:
         (0, 0, 1, 0x60),
     ],
 )
-def test_what_bulk_copies_can_move(start: int, offset: int, shift: int, flags: int) -> None:
-    _, head = table_of([(0, start, 100, offset, 0)], Shape(), shift)
+def test_what_bulk_copies_can_move(
+    monkeypatch: pytest.MonkeyPatch, start: int, offset: int, shift: int, flags: int
+) -> None:
+    _, head = table_of(monkeypatch, [(0, start, 100, offset, 0)], Shape(), shift)
     codes = int(head["piece"][0]["count_and_codes"]) & 0xFF
     assert codes & 0xF == 1  # bf16 weight, fp32 gradient
     assert codes & 0x70 == flags

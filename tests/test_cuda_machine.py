@@ -21,7 +21,7 @@ from torch import Tensor
 from ghoffload.errors import MachineUnavailableError
 from ghoffload.machine import cuda
 from ghoffload.machine.cuda import CudaMachine
-from ghoffload.machine.protocol import Event, Launch, Stream
+from ghoffload.machine.protocol import Event, Launch, Stream, Vetted
 from ghoffload.memory import HostArena, ledger, pages
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,6 +140,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> CudaMachine:
     monkeypatch.setattr(
         "torch.cuda.Event", lambda: SimpleNamespace(record=lambda s: None, synchronize=lambda: None)
     )
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(CudaMachine, "_in_hbm", lambda self, tensor: tensor.ndim > 1)
     machine = CudaMachine()
     driver.calls.clear()
@@ -296,6 +297,75 @@ def test_kernels_get_host_memory_that_the_device_reaches_and_no_other(fake: Cuda
     fake.dismiss(managed.data_ptr())
     with pytest.raises(ValueError, match="got other host memory"):
         fake.launch(fill_launch(managed, device=handles.append), stream=fake.h2d)
+
+
+def vetted_launch(vetted: Vetted, *tensors: Tensor) -> Launch:
+    return Launch("fill", (), tensors, lambda stream: None, lambda reads, writes: None, vetted)
+
+
+def test_what_was_vetted_is_looked_at_again_when_host_memory_comes_or_goes(
+    fake: CudaMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vars(fake)["memory_kinds"] = frozenset({"device", "pinned"})
+    vars(fake)["host_node"] = None
+    looked: list[Tensor] = []
+    of = fake._host.of
+    monkeypatch.setattr(fake._host, "of", lambda tensor: (looked.append(tensor), of(tensor))[1])
+    memory = HostArena(8192, machine=fake, owner="test")
+    state = memory.carve(10, torch.float32)
+    vetted = Vetted((state,))
+    for _ in range(3):
+        fake.launch(vetted_launch(vetted, state), stream=fake.h2d)
+    assert len(looked) == 1
+    other = HostArena(8192, machine=fake, owner="test")
+    for _ in range(3):
+        fake.launch(vetted_launch(vetted, state), stream=fake.h2d)
+    assert len(looked) == 2
+    fake.debug = True
+    for _ in range(3):
+        fake.launch(vetted_launch(vetted, state), stream=fake.h2d)
+    with pytest.raises(ValueError, match="got other host memory"):
+        fake.launch(vetted_launch(vetted, state, torch.zeros(3)), stream=fake.h2d)
+    fake.debug = False
+    memory.close()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="got other host memory"):
+            fake.launch(vetted_launch(vetted, state), stream=fake.h2d)
+    other.close()
+
+
+def test_events_from_beyond_a_capture_stand_for_the_current_stream(
+    fake: CudaMachine, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = FakeTorchStream(fake.device)
+    recorded: list[object] = []
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: current)
+    event = fake.event("last update")
+    event.torch_event = SimpleNamespace(record=recorded.append, synchronize=lambda: None)
+    fake.record(event, fake.h2d)
+    fake.wait(fake.d2h[0], event, label="write-back")
+    assert recorded == [fake.h2d.torch_stream]
+
+    number = 0
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: number > 0)
+    driver.cuStreamGetCaptureInfo = lambda stream: (0, 1, number, "graph", [], None, 0)
+    assert not fake.capturing
+    for number in (5, 6, 0):  # from outside, from an earlier capture, from inside
+        recorded.clear()
+        assert fake.capturing == (number > 0)
+        for _ in range(2):
+            fake.wait(fake.d2h[0], event, label="write-back")
+        assert recorded == [current]
+    fake.synchronize(event, label="save")
+    assert recorded == [current]
+    number = 7
+    with pytest.raises(RuntimeError, match="'save' blocks the host, which a CUDA graph capture"):
+        fake.synchronize(event, label="save")
+    fake.record(event, fake.h2d)
+    number = 0
+    recorded.clear()
+    fake.synchronize(event, label="save")
+    assert recorded == [current]
 
 
 def test_debug_mode_looks_at_the_host_side_of_copies(fake: CudaMachine) -> None:

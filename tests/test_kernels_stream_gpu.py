@@ -46,8 +46,8 @@ def test_golden_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     for ctas, shape in zip((1, 3, 8, 132, 5), SHAPES, strict=True):
         monkeypatch.setattr(
             adam_cuda,
-            "update",
-            lambda *operands, c=ctas, s=shape: adam_stream_cuda.update(*operands, ctas=c, shape=s),
+            "Update",
+            lambda *operands, c=ctas, s=shape: adam_stream_cuda.Update(*operands, ctas=c, shape=s),
         )
         got = golden.run("cuda", only=names)
         assert got == {name: golden.expected()[name] for name in names}, (ctas, shape)

@@ -295,16 +295,19 @@ def test_everything_is_freed(step_device: str) -> None:
 
 
 def test_staging_that_does_not_fit_leaves_nothing_behind() -> None:
-    gc.collect()  # or other tests' tensors may go, and make room, in the middle
+    gc.collect()
     torch.cuda.synchronize()
     parameter = nn.Parameter(torch.zeros(1 << 28, device="cuda", dtype=torch.bfloat16))
-    host, allocated = ledger.total(), torch.cuda.memory_allocated()
     torch.cuda.empty_cache()
-    hog = torch.empty(torch.cuda.mem_get_info()[0] - (400 << 20), dtype=torch.uint8, device="cuda")
+    host, allocated = ledger.total(), torch.cuda.memory_allocated()
     config = {"bucket_bytes": 600 << 20, "transfer": "copy_engine"}
-    with pytest.raises(torch.OutOfMemoryError):
-        ghoffload.OffloadAdamW([parameter], config=config)
-    del hog
+    room = torch.cuda.memory_reserved() + (400 << 20)
+    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.mem_get_info()[1])
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            ghoffload.OffloadAdamW([parameter], config=config)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
     gc.collect()
     assert ledger.total() == host
     assert torch.cuda.memory_allocated() == allocated

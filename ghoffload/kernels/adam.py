@@ -6,6 +6,7 @@ The formula is in ``adam_host``; csrc/adam.cuh computes the same bits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ghoffload.kernels import pool
+from ghoffload.kernels import adam_cuda, adam_stream_cuda, pool
+from ghoffload.kernels.adam_cuda import Operands
 from ghoffload.kernels.pieces import (
     COUNT,
     FIRST,
@@ -35,26 +37,29 @@ from ghoffload.kernels.prepare import (
     prepare,
 )
 from ghoffload.kernels.state_form import MOMENTS, SCALES, StateForm
-from ghoffload.machine.protocol import Launch
+from ghoffload.machine.protocol import Launch, Vetted
 
-__all__ = ["MAX_INDICES", "MAX_PIECES", "SCALARS", "Hyper", "PieceTable", "prepare", "update"]
+__all__ = [
+    "MAX_INDICES",
+    "MAX_PIECES",
+    "SCALARS",
+    "Hyper",
+    "PieceTable",
+    "Update",
+    "prepare",
+    "update",
+]
 
 
-def update(
-    table: PieceTable,
-    *,
-    weights: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    state: Mapping[str, Tensor],
-    scalars: Tensor,
-    ctas: int | None = None,
-) -> Launch:
-    """One step of the elements of ``table``.
+class Update:
+    """Update launches of one table with one state, at each step with the tensors of that step.
+
+    The kernel's parameter stays between launches. A launch looks at dtypes, sizes and devices of
+    the tensors whose address, dtype or size is not that of the last time, and rewrites what has
+    changed. No weight and no gradient is kept alive.
 
     Args:
         table: which elements of which weights, where their state is, which row of ``scalars``.
-        weights: float32, bfloat16 or float16; their memory is taken as dense from ``data_ptr``.
-        grads: one for each weight, of its size and memory order, dtypes free.
         state: 1-D arrays by name, in one of the formats that ``formats`` describes: ``exp_avg`` and
             ``exp_avg_sq``, float32, bfloat16, or int8 and uint8 with float32 ``exp_avg_scale`` and
             ``exp_avg_sq_scale``; with float32 ones perhaps ``max_exp_avg_sq``, float32, for
@@ -70,66 +75,144 @@ def update(
     Raises:
         ValueError: a tensor of another dtype, size or device than that, or ``ctas`` below 1.
     """
-    form = StateForm.of(state)
-    _check_update(table, weights, grads, state, scalars)
-    if ctas is not None and ctas < 1:
-        raise ValueError(f"ctas expects 1 or more, got {ctas}")
-    weight_codes = dtype_codes("weights", weights)
-    grad_codes = dtype_codes("grads", grads)
-    form.check(table, weights, state)
-    names = form.arrays
-    n_weights = len(weights)
-    reads = (scalars, *grads)
-    writes = (*weights, *(state[name] for name in names))
 
-    def host(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        arrays = dict(zip(names, writes[n_weights:], strict=True))
-        _update_on_host(
-            table, writes[:n_weights], reads[1:], weight_codes, grad_codes, form, arrays, reads[0]
+    def __init__(
+        self,
+        table: PieceTable,
+        *,
+        state: Mapping[str, Tensor],
+        scalars: Tensor,
+        ctas: int | None = None,
+    ) -> None:
+        self._form = StateForm.of(state)
+        check_scalars(scalars, table.scalar_rows)
+        device = scalars.device
+        for name, array in state.items():
+            if array.device not in (device, torch.device("cpu")):  # a GPU reaches pinned memory
+                raise ValueError(f"{name} expects {device} or host memory, got {array.device}")
+        if ctas is not None and ctas < 1:
+            raise ValueError(f"ctas expects 1 or more, got {ctas}")
+        self._form.check_arrays(table, state)
+        self._table, self._scalars, self._ctas = table, scalars, ctas
+        self._state = dict(state)
+        self._arrays = tuple(state[name] for name in self._form.arrays)
+        self._vetted = Vetted((scalars, *self._arrays))
+        self._addresses: list[int] = []
+        self._dtypes: list[torch.dtype] = []
+        self._sizes: list[int] = []
+        self._kernel: Any = None
+
+    def launch(self, weights: Sequence[Tensor], grads: Sequence[Tensor]) -> Launch:
+        """One step of the elements of the table.
+
+        Args:
+            weights: float32, bfloat16 or float16; their memory is taken as dense from ``data_ptr``.
+            grads: one for each weight, of its size and memory order, dtypes free.
+
+        Raises:
+            ValueError: a tensor of another dtype, size or device than the table and state expect.
+        """
+        if len(grads) != len(weights):
+            raise ValueError(f"grads expects {len(weights)} tensors as weights, got {len(grads)}")
+        tensors = (*weights, *grads)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        dtypes = [tensor.dtype for tensor in tensors]
+        sizes = [tensor.numel() for tensor in tensors]
+        if dtypes != self._dtypes or sizes != self._sizes:
+            self._look(weights, grads, addresses, dtypes, sizes)
+        elif addresses != self._addresses:
+            self._move(weights, grads, addresses)
+        return Launch(
+            "adam_update",
+            (self._scalars, *grads),
+            (*weights, *self._arrays),
+            # With the operands it is made with, whatever is launched before it runs. Not kept: self
+            # would refer to itself, and state would outlive its optimizer.
+            partial(self._start, self._operands),
+            self._host,
+            self._vetted,
         )
 
-    def device(stream: int) -> None:
-        from ghoffload.kernels import adam_cuda, adam_stream_cuda
+    def _look(
+        self,
+        weights: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        addresses: list[int],
+        dtypes: list[torch.dtype],
+        sizes: list[int],
+    ) -> None:
+        """Check tensors of other dtypes or sizes than before, and take them."""
+        self._dtypes = []  # none are known until all are found fit
+        table, form = self._table, self._form
+        table.check_tensors("weights", weights)
+        table.check_tensors("grads", grads)
+        common_device(scalars=[self._scalars], weights=weights, grads=grads)
+        self._codes = dtype_codes("weights", weights), dtype_codes("grads", grads)
+        form.check_weights(table, weights)
+        # Not the state: the host form gets it with the tensors of the launch.
+        self._host = partial(_update_on_host, table, *self._codes, form)
+        self._take(addresses, len(weights), None)
+        self._dtypes, self._sizes = dtypes, sizes
 
-        operands = (table, weights, grads, weight_codes, grad_codes, state, scalars, stream)
-        if ctas is None:
-            adam_cuda.update(*operands)
-        else:
-            adam_stream_cuda.update(*operands, ctas=ctas)
+    def _move(
+        self, weights: Sequence[Tensor], grads: Sequence[Tensor], addresses: list[int]
+    ) -> None:
+        """Take tensors that differ from those before in their addresses."""
+        device = self._scalars.device
+        if any(
+            now != before and tensor.device != device
+            for now, before, tensor in zip(
+                addresses, self._addresses, (*weights, *grads), strict=True
+            )
+        ):
+            common_device(scalars=[self._scalars], weights=weights, grads=grads)
+        self._take(addresses, len(weights), self._operands)
 
-    return Launch("adam_update", reads, writes, device, host)
+    def _take(self, addresses: list[int], count: int, before: Operands | None) -> None:
+        now = np.array(addresses, dtype=np.int64)
+        weights = now[:count]
+        if before is not None and addresses[:count] == self._addresses[:count]:
+            weights = before.weights
+        self._operands = Operands(weights, now[count:], *self._codes)
+        self._addresses = addresses
+
+    def _start(self, operands: Operands, stream: int) -> None:
+        if self._kernel is None:
+            if self._ctas is None:
+                self._kernel = adam_cuda.Update(self._table, self._state, self._scalars)
+            else:
+                self._kernel = adam_stream_cuda.Update(
+                    self._table, self._state, self._scalars, ctas=self._ctas
+                )
+        self._kernel.start(operands, stream)
 
 
-def _check_update(
+def update(
     table: PieceTable,
+    *,
     weights: Sequence[Tensor],
     grads: Sequence[Tensor],
     state: Mapping[str, Tensor],
     scalars: Tensor,
-) -> None:
-    if len(grads) != len(weights):
-        raise ValueError(f"grads expects {len(weights)} tensors as weights, got {len(grads)}")
-    check_scalars(scalars, table.scalar_rows)
-    table.check_tensors("weights", weights)
-    table.check_tensors("grads", grads)
-    device = common_device(scalars=[scalars], weights=weights, grads=grads)
-    for name, array in state.items():
-        if array.device not in (device, torch.device("cpu")):  # a GPU reaches pinned host memory
-            raise ValueError(f"{name} expects {device} or host memory, got {array.device}")
+    ctas: int | None = None,
+) -> Launch:
+    """One step of the elements of ``table``, once: as ``Update``, and with its errors."""
+    return Update(table, state=state, scalars=scalars, ctas=ctas).launch(weights, grads)
 
 
 def _update_on_host(
     table: PieceTable,
-    weights: Sequence[Tensor],
-    grads: Sequence[Tensor],
     weight_codes: npt.NDArray[np.int64],
     grad_codes: npt.NDArray[np.int64],
     form: StateForm,
-    state: Mapping[str, Tensor],
-    scalars: Tensor,
+    reads: Sequence[Tensor],
+    writes: Sequence[Tensor],
 ) -> None:
     from ghoffload.kernels import adam_block_host, adam_host
 
+    count = len(weight_codes)
+    scalars, grads, weights = reads[0], reads[1:], writes[:count]
+    state = dict(zip(form.arrays, writes[count:], strict=True))
     most = table.task_elements(pool.get_threads())
     rows = table.host_rows(most)
     if len(rows) == 0:

@@ -1,18 +1,17 @@
-"""The kernel parameters of csrc/adamw_stream.cu, laid out as its structs are."""
+"""The kernel parameter of csrc/adamw_stream.cu, laid out as its struct is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from ghoffload.errors import KernelBuildError
 from ghoffload.kernels import cuda
-from ghoffload.kernels.adam_cuda import variant
+from ghoffload.kernels.adam_cuda import Block, Operands, variant
 from ghoffload.kernels.formats import BLOCK
 from ghoffload.kernels.pieces import (
     COUNT,
@@ -21,9 +20,7 @@ from ghoffload.kernels.pieces import (
     MAX_PIECES,
     OFFSET,
     SCALARS_ROW,
-    TENSOR,
     PieceTable,
-    pointers,
 )
 from ghoffload.kernels.state_form import SCALES, StateForm
 
@@ -103,97 +100,101 @@ SHAPE = Shape()
 """The shape that ``update`` takes by default."""
 
 
-def update(
-    table: PieceTable,
-    weights: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    weight_codes: npt.NDArray[np.int64],
-    grad_codes: npt.NDArray[np.int64],
-    state: Mapping[str, Tensor],
-    scalars: Tensor,
-    stream: int,
-    *,
-    ctas: int,
-    shape: Shape | None = None,
-) -> None:
-    """Queue adam_stream for a table, on at most ``ctas`` blocks.
+class Update(Block):
+    """Launches of csrc/adamw_stream.cu for one table and state, on at most ``ctas`` blocks.
 
     Raises:
         KernelBuildError: the device has no bulk copies, or the kernel could not be built.
-        RuntimeError: the driver refused the launch.
     """
-    rows = table.rows[table.rows[:, COUNT] > 0]
-    if len(rows) == 0:
-        return
-    shape = SHAPE if shape is None else shape
-    form = StateForm.of(state)
-    device = cuda.device_index(scalars)
-    capability, shared_bytes = cuda.capability(device), cuda.shared_memory(device)
-    if capability < (9, 0):
-        raise KernelBuildError(
-            "the streaming update expects compute capability 9.0 or later, "
-            f"cuda:{device} has {capability[0]}.{capability[1]}"
+
+    def __init__(
+        self,
+        table: PieceTable,
+        state: Mapping[str, Tensor],
+        scalars: Tensor,
+        *,
+        ctas: int,
+        shape: Shape | None = None,
+    ) -> None:
+        super().__init__(table)
+        if len(self.rows) == 0:
+            return
+        self.shape = SHAPE if shape is None else shape
+        self._form = StateForm.of(state)
+        self._device, self._ctas = cuda.device_index(scalars), ctas
+        capability, self._shared = cuda.capability(self._device), cuda.shared_memory(self._device)
+        if capability < (9, 0):
+            raise KernelBuildError(
+                "the streaming update expects compute capability 9.0 or later, "
+                f"cuda:{self._device} has {capability[0]}.{capability[1]}"
+            )
+        self.lay_out(state)
+        self.parameter["scalars"] = scalars.data_ptr()
+        self._state_bytes = sum(
+            array.element_size() for name, array in state.items() if name not in SCALES
         )
-    parameter = pack_parameter(table, rows, weights, grads, weight_codes, grad_codes, state, shape)
-    parameter["scalars"] = scalars.data_ptr()
-    head = parameter[0]
-    element_bytes = int(head["weight_bytes"]) + int(head["grad_bytes"])
-    element_bytes += sum(
-        array.element_size() for name, array in state.items() if name not in SCALES
-    )
-    stage_bytes = shape.chunk * element_bytes
-    if form.moments == "int8":
-        stage_bytes += len(SCALES) * ((shape.chunk // BLOCK * 4 + 31) // 16 * 16)
-    parameter["stages"] = shape.fit(stage_bytes, shared_bytes)
-    size = "small" if len(rows) <= _SMALL_PIECES else "large"
-    cuda.launch(
-        SOURCES[form.moments != "fp32"],
-        f"adam_stream_{size}{variant(form)}",
-        device,
-        blocks=min(ctas, int(head["chunks"])),
-        threads=32 * (shape.warps + 1),
-        parameters=(parameter,),
-        stream=stream,
-        shared_bytes=int(head["stages"]) * stage_bytes,
-    )
+        self._started_for = -1
 
+    def lay_out(self, state: Mapping[str, Tensor]) -> None:
+        """Fill in all but ``scalars``, ``stages``, addresses and dtypes of operands."""
+        rows = self.rows
+        self._size = "small" if len(rows) <= _SMALL_PIECES else "large"
+        self._fill(np.zeros(1, dtype=_TABLES[self._size]), state)
+        aligned = np.ones(len(rows), dtype=bool)
+        for name, array in state.items():
+            if name not in SCALES:
+                first = array.data_ptr() + rows[:, OFFSET] * array.element_size()
+                aligned &= first % ALIGNMENT == 0
+        self._count_and_state = (rows[:, COUNT] << 8) + _STATE_ALIGNED * aligned
+        chunks = -(-rows[:, COUNT] // self.shape.chunk)
+        pieces, parameter = self._pieces, self.parameter
+        pieces["offset"], pieces["start"] = rows[:, OFFSET], rows[:, FIRST]
+        pieces["scalars_row"] = rows[:, SCALARS_ROW]
+        pieces["first_chunk"] = np.cumsum(chunks) - chunks
+        parameter["chunks"], parameter["chunk"] = chunks.sum(), self.shape.chunk
 
-def pack_parameter(
-    table: PieceTable,
-    rows: npt.NDArray[np.int64],
-    weights: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    weight_codes: npt.NDArray[np.int64],
-    grad_codes: npt.NDArray[np.int64],
-    state: Mapping[str, Tensor],
-    shape: Shape,
-) -> npt.NDArray[Any]:
-    """The kernel parameter without ``scalars`` and ``stages``; ``rows`` are those not empty."""
-    size = "small" if len(rows) <= _SMALL_PIECES else "large"
-    parameter = np.zeros(1, dtype=_TABLES[size])
-    for name, array in state.items():
-        parameter["master" if name == "rest" else name] = array.data_ptr()
-    tensor = rows[:, TENSOR]
-    weight_code, grad_code = weight_codes[tensor], grad_codes[tensor]
-    weight = table.addresses(pointers(weights), ITEM_SIZES[weight_codes], rows)
-    grad = table.addresses(pointers(grads), ITEM_SIZES[grad_codes], rows)
-    state_aligned = np.ones(len(rows), dtype=bool)
-    for name, array in state.items():
-        if name in SCALES:
-            continue
-        first = array.data_ptr() + rows[:, OFFSET] * array.element_size()
-        state_aligned &= first % ALIGNMENT == 0
-    codes = weight_code + (grad_code << 2) + _STATE_ALIGNED * state_aligned
-    codes += _WEIGHT_ALIGNED * (weight % ALIGNMENT == 0) + _GRAD_ALIGNED * (grad % ALIGNMENT == 0)
-    chunks = -(-rows[:, COUNT] // shape.chunk)
-    pieces = parameter[0]["piece"][: len(rows)]
-    pieces["weight"], pieces["grad"] = weight, grad
-    pieces["offset"], pieces["start"] = rows[:, OFFSET], rows[:, FIRST]
-    pieces["count_and_codes"] = (rows[:, COUNT] << 8) + codes
-    pieces["scalars_row"] = rows[:, SCALARS_ROW]
-    pieces["first_chunk"] = np.cumsum(chunks) - chunks
-    parameter["pieces"], parameter["chunks"] = len(rows), chunks.sum()
-    parameter["chunk"] = shape.chunk
-    parameter["weight_bytes"] = ITEM_SIZES[weight_code].max()
-    parameter["grad_bytes"] = ITEM_SIZES[grad_code].max()
-    return parameter
+    def start(self, operands: Operands, stream: int) -> None:
+        """Queue adam_stream for these operands.
+
+        Raises:
+            KernelBuildError: the kernel could not be built, or a stage does not fit.
+            RuntimeError: the driver refused the launch.
+        """
+        if len(self.rows) == 0:
+            return
+        if operands is not self._bound:
+            self.bind(operands)
+        self._start(stream)
+
+    def _plan(self) -> None:
+        """A start with as many stages as fit elements of these sizes."""
+        head = self.parameter[0]
+        element_bytes = int(head["weight_bytes"]) + int(head["grad_bytes"]) + self._state_bytes
+        if element_bytes == self._started_for:
+            return
+        stage_bytes = self.shape.chunk * element_bytes
+        if self._form.moments == "int8":
+            stage_bytes += len(SCALES) * ((self.shape.chunk // BLOCK * 4 + 31) // 16 * 16)
+        stages = self.shape.fit(stage_bytes, self._shared)
+        self.parameter["stages"] = stages
+        self._start = cuda.Start(
+            SOURCES[self._form.moments != "fp32"],
+            f"adam_stream_{self._size}{variant(self._form)}",
+            self._device,
+            blocks=min(self._ctas, int(head["chunks"])),
+            threads=32 * (self.shape.warps + 1),
+            parameters=(self.parameter,),
+            shared_bytes=stages * stage_bytes,
+        )
+        self._started_for = element_bytes
+
+    def _code(self) -> None:
+        self.parameter["weight_bytes"] = ITEM_SIZES[self._weight_codes].max()
+        self.parameter["grad_bytes"] = ITEM_SIZES[self._grad_codes].max()
+        self._codes = self._count_and_state + self._weight_codes + (self._grad_codes << 2)
+        self._plan()
+
+    def _align(self) -> None:
+        codes = self._codes + _WEIGHT_ALIGNED * (self._weight_at % ALIGNMENT == 0)
+        codes += _GRAD_ALIGNED * (self._grad_at % ALIGNMENT == 0)
+        self._pieces["count_and_codes"] = codes

@@ -22,6 +22,66 @@ UNASKED_SHARED_BYTES = 48 << 10
 """Dynamic shared memory that a block may have without asking for it."""
 
 
+class Start:
+    """A kernel with its grid and the memory of its parameters, to be started any number of times.
+
+    Making it builds and loads the kernel's module if need be.
+
+    Args:
+        source: of ``csrc/<source>.cu``, without suffix.
+        kernel: its extern "C" name.
+        device: CUDA device index.
+        blocks: number of blocks.
+        threads: threads of a block.
+        parameters: one array for each kernel parameter, holding its bytes. A start copies them
+            before it returns, so they may be changed between two.
+        shared_bytes: dynamic shared memory of a block.
+
+    Raises:
+        KernelBuildError: the kernel could not be compiled or loaded, or the device has less shared
+            memory for a block.
+    """
+
+    __slots__ = ("_address", "_addresses", "_arguments", "_device", "_kernel", "_loaded", "_memory")
+
+    def __init__(
+        self,
+        source: str,
+        kernel: str,
+        device: int,
+        *,
+        blocks: int,
+        threads: int,
+        parameters: Sequence[npt.NDArray[Any]],
+        shared_bytes: int = 0,
+    ) -> None:
+        loaded = self._loaded = _loaded_device(device)
+        function = loaded.function(source, kernel)
+        if shared_bytes > UNASKED_SHARED_BYTES:
+            with loaded.current():
+                loaded.allow_shared(source, kernel, shared_bytes)
+        self._memory = tuple(parameters)
+        self._addresses = np.array([p.ctypes.data for p in parameters], dtype=np.uint64)
+        self._address = int(self._addresses.ctypes.data)
+        self._arguments = (function, blocks, 1, 1, threads, 1, 1, shared_bytes)
+        self._kernel, self._device = kernel, device
+
+    def __call__(self, stream: int) -> None:
+        """Queue the kernel on a raw ``CUstream`` handle of its device.
+
+        Raises:
+            RuntimeError: the driver refused the launch; the message names the kernel.
+        """
+        loaded = self._loaded
+        with loaded.current():
+            (status,) = loaded.driver.cuLaunchKernel(*self._arguments, stream, self._address, 0)
+        if int(status) != 0:
+            raise RuntimeError(
+                f"launch of {self._kernel} on cuda:{self._device} ({self._arguments[1]} blocks) "
+                f"failed: {_describe(loaded.driver, status)}"
+            )
+
+
 def launch(
     source: str,
     kernel: str,
@@ -33,40 +93,16 @@ def launch(
     stream: int,
     shared_bytes: int = 0,
 ) -> None:
-    """Start ``kernel`` of ``csrc/<source>.cu``; its module is built and loaded at first use.
-
-    Args:
-        source: file name without suffix.
-        kernel: its extern "C" name.
-        device: CUDA device index.
-        blocks: number of blocks.
-        threads: threads of a block.
-        parameters: one array for each kernel parameter, holding its bytes. They are copied before
-            this returns.
-        stream: a raw ``CUstream`` handle of that device.
-        shared_bytes: dynamic shared memory of a block.
-
-    Raises:
-        KernelBuildError: the kernel could not be compiled or loaded, or the device has less shared
-            memory for a block.
-        RuntimeError: the driver refused the launch; the message names the kernel.
-    """
-    loaded = _loaded_device(device)
-    function = loaded.function(source, kernel)
-    addresses = np.array([p.ctypes.data for p in parameters], dtype=np.uint64)
-    driver = loaded.driver
-    with loaded.current():
-        if shared_bytes > UNASKED_SHARED_BYTES:
-            loaded.allow_shared(source, kernel, shared_bytes)
-        (status,) = driver.cuLaunchKernel(
-            function,
-            *(blocks, 1, 1, threads, 1, 1, shared_bytes, stream, addresses.ctypes.data, 0),
-        )
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(
-            f"launch of {kernel} on cuda:{device} ({blocks} blocks) failed: "
-            f"{_describe(driver, status)}"
-        )
+    """Start a kernel once: as ``Start``, and with its errors."""
+    Start(
+        source,
+        kernel,
+        device,
+        blocks=blocks,
+        threads=threads,
+        parameters=parameters,
+        shared_bytes=shared_bytes,
+    )(stream)
 
 
 def device_index(tensor: Tensor) -> int:

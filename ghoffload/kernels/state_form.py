@@ -80,10 +80,8 @@ class StateForm:
             return _DTYPES[self.moments][MOMENTS.index(name)]
         return torch.int16 if name == "rest" else torch.float32
 
-    def check(
-        self, table: PieceTable, weights: Sequence[Tensor], state: Mapping[str, Tensor]
-    ) -> None:
-        """Raise ValueError unless arrays, weights and pieces are what the format asks for."""
+    def check_arrays(self, table: PieceTable, state: Mapping[str, Tensor]) -> None:
+        """Raise ValueError unless the arrays are what the format asks for."""
         for name in self.arrays:
             array, dtype = state[name], self.dtype(name)
             if array.dtype != dtype or array.dim() != 1 or not array.is_contiguous():
@@ -94,6 +92,9 @@ class StateForm:
                 items, unit = -(-table.end // BLOCK), "scales"
             if array.numel() < items:
                 raise ValueError(f"{name} expects {items} {unit} or more, got {array.numel()}")
+
+    def check_weights(self, table: PieceTable, weights: Sequence[Tensor]) -> None:
+        """Raise ValueError unless weights and pieces are what the format asks for."""
         allowed = {
             "none": (torch.float32, torch.bfloat16, torch.float16),
             "fp32": (torch.bfloat16, torch.float16),

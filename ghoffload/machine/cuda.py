@@ -41,6 +41,7 @@ _REFUSED_PIN = {
     800: "CUDA_ERROR_NOT_PERMITTED",
     801: "CUDA_ERROR_NOT_SUPPORTED",
 }
+_CAPTURE_ACTIVE = 1
 _MEMHOSTREGISTER_PORTABLE = 1  # pinned for every device's context, not for this one's alone
 
 
@@ -67,10 +68,11 @@ class CudaStream(Stream):
 class CudaEvent(Event):
     """A CUDA event without timing; torch creates it when it is first recorded."""
 
-    __slots__ = ("name", "recorded", "torch_event")
+    __slots__ = ("capture", "name", "recorded", "torch_event")
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.capture = 0  # the graph capture it was recorded in
         self.torch_event = torch.cuda.Event()
         self.recorded = False
 
@@ -143,6 +145,21 @@ class CudaMachine(Machine):
         index = self.device.index
         return next((gpu.near_node for gpu in topology.gpus if gpu.index == index), None)
 
+    @property
+    def capturing(self) -> bool:
+        return self._capture() != 0
+
+    def _capture(self) -> int:
+        """The number of the capture that the current stream is in; 0 for none."""
+        if not torch.cuda.is_current_stream_capturing():
+            return 0
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        with self._context:
+            # Bindings differ in what follows, not in these three.
+            code, status, number, *_ = self._driver.cuStreamGetCaptureInfo(stream)
+            _check((code,), "asking a stream for its graph capture")
+        return int(number) if int(status) == _CAPTURE_ACTIVE else 0
+
     def current_stream(self) -> CudaStream:
         return CudaStream("compute", torch.cuda.current_stream(self.device))
 
@@ -153,13 +170,31 @@ class CudaMachine(Machine):
         ours = _own_event(event)
         ours.torch_event.record(_own_stream(stream).torch_stream)
         ours.recorded = True
+        ours.capture = self._capture()
 
     def wait(self, stream: Stream, event: Event, *, label: str) -> None:
-        ours = _recorded(event, f"{label!r} on stream {stream.name!r}")
+        ours = _own_event(event)
+        if not ours.recorded:
+            raise _never_recorded(ours, f"{label!r} on stream {stream.name!r}")
+        self._bring_over(ours)
         _own_stream(stream).torch_stream.wait_event(ours.torch_event)
 
     def synchronize(self, event: Event, *, label: str) -> None:
-        _recorded(event, f"{label!r} on the host").torch_event.synchronize()
+        ours = _own_event(event)
+        if not ours.recorded:
+            raise _never_recorded(ours, f"{label!r} on the host")
+        if self.capturing:
+            raise RuntimeError(
+                f"{label!r} blocks the host, which a CUDA graph capture does not allow; capture "
+                "steps of the GPU alone"
+            )
+        self._bring_over(ours)
+        ours.torch_event.synchronize()
+
+    def _bring_over(self, event: CudaEvent) -> None:
+        """Record an event anew if it is on the other side of a capture: Note [capture]."""
+        if event.capture != self._capture():
+            self.record(event, self.current_stream())
 
     def synchronize_all(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -199,10 +234,23 @@ class CudaMachine(Machine):
 
     def launch(self, launch: Launch, *, stream: Stream) -> None:
         handle = _own_stream(stream).handle
+        vetted = launch.vetted
+        if vetted is None or self.debug:
+            self._vet(launch.name, (*launch.reads, *launch.writes))
+        elif vetted.by is not self._host.state:
+            state = self._host.state
+            self._vet(launch.name, vetted.tensors)
+            vetted.by = state
+        with self._context:
+            launch.device(handle)
+        self.traffic.launches += 1
+
+    def _vet(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Refuse tensors that a kernel of this device must not get."""
         index = self.device.index
-        for tensor in (*launch.reads, *launch.writes):
+        for tensor in tensors:
             if tensor.numel() and tensor.get_device() != index:
-                who = f"kernel {launch.name!r} on {self.device}"
+                who = f"kernel {name!r} on {self.device}"
                 if not tensor.is_cpu:
                     raise ValueError(f"{who} expects its own tensors, got one on {tensor.device}")
                 self._host.check_kernel(
@@ -212,9 +260,6 @@ class CudaMachine(Machine):
                     who,
                     debug=self.debug,
                 )
-        with self._context:
-            launch.device(handle)
-        self.traffic.launches += 1
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         if self._in_hbm(tensor):
@@ -394,9 +439,6 @@ def _own_event(event: Event) -> CudaEvent:
     return event
 
 
-def _recorded(event: Event, waiter: str) -> CudaEvent:
-    ours = _own_event(event)
-    if not ours.recorded:
-        # CUDA itself would let the waiter pass.
-        raise RuntimeError(f"event {event.name!r} was never recorded; it is awaited by {waiter}")
-    return ours
+def _never_recorded(event: Event, waiter: str) -> RuntimeError:
+    """CUDA itself would let the waiter pass."""
+    return RuntimeError(f"event {event.name!r} was never recorded; it is awaited by {waiter}")

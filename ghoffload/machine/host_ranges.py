@@ -47,10 +47,15 @@ class HostRange:
 
 
 class HostRanges:
-    """What a machine was told of, by address. Safe to read while another thread adds."""
+    """What a machine was told of, by address. Safe to read while another thread adds.
+
+    Attributes:
+        state: another object after each change.
+    """
 
     def __init__(self) -> None:
         self._ranges: dict[int, HostRange] = {}
+        self.state = object()
 
     def __contains__(self, address: int) -> bool:
         return address in self._ranges
@@ -61,10 +66,13 @@ class HostRanges:
     def add(self, found: HostRange) -> None:
         """Enter a range that no other begins at."""
         self._ranges[found.address] = found
+        self.state = object()
 
     def remove(self, address: int) -> HostRange | None:
         """Forget the range that begins at ``address``."""
-        return self._ranges.pop(address, None)
+        found = self._ranges.pop(address, None)
+        self.state = object()
+        return found
 
     def of(self, tensor: Tensor) -> HostRange | None:
         """The range that holds a tensor's whole storage."""

@@ -18,6 +18,14 @@ Note [ownership]
 Note [waits]
     Every wait the runtime's correctness rests on goes through ``wait`` or ``synchronize`` with a
     ``label`` that names it.
+
+Note [capture]
+    While a CUDA graph is captured nothing runs, and what was queued before cannot be waited for
+    from inside, nor what was captured from outside. An event that was recorded on the other side
+    of that boundary therefore stands for the present end of the current stream: whoever waits for
+    it waits for that. A capture begins when the device is idle (``torch.cuda.graph`` sees to it)
+    and a replay is work of the stream it is started on, so nothing is lost by it as long as steps
+    and replays are started on one stream, or on streams that the caller orders.
 """
 
 from __future__ import annotations
@@ -45,6 +53,22 @@ class Event(abc.ABC):
     name: str
 
 
+class Vetted:
+    """What stands for the tensors of a launch that is made anew, nearly the same, at each step.
+
+    Attributes:
+        tensors: those a machine has to look at. The maker of the launch has found the others on
+            the device of the first.
+        by: a machine's note that it has looked at them; valid while it is the very same object.
+    """
+
+    __slots__ = ("by", "tensors")
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.tensors = tensors
+        self.by: object = None
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One kernel launch, ready to be queued on a machine.
@@ -56,6 +80,8 @@ class Launch:
         device: enqueues the CUDA kernel on a raw ``CUstream`` handle.
         host: the same arithmetic on the CPU, given the tensors of ``reads`` and of ``writes`` in
             order. Bit for bit what ``device`` computes.
+        vetted: the same object in each launch of one prepared kernel; ``None`` where every tensor
+            has to be looked at.
     """
 
     name: str
@@ -63,6 +89,7 @@ class Launch:
     writes: tuple[Tensor, ...]
     device: Callable[[int], None]
     host: Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+    vetted: Vetted | None = None
 
     def run_on_host(self) -> None:
         """Run now, in the calling thread, on tensors in host memory."""
@@ -93,6 +120,11 @@ class Machine(abc.ABC):
     def host_node(self) -> int | None:
         """The NUMA node that host memory belongs on, where there are several; else ``None``."""
         return None
+
+    @property
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph: Note [capture]."""
+        return False
 
     @abc.abstractmethod
     def current_stream(self) -> Stream:

@@ -22,7 +22,7 @@ from ghoffload.memory.published import page
 from ghoffload.optim.buckets import ParameterSpec, plan
 from ghoffload.optim.formats import Format, format_of
 from ghoffload.optim.hosted import DirectStep, HostStep
-from ghoffload.optim.operands import BucketJob, collect, jobs, reserve
+from ghoffload.optim.operands import BucketJob, gather, jobs
 from ghoffload.optim.resolve import resolve
 from ghoffload.optim.section import LiveBucket, Section
 from ghoffload.optim.streamed import StreamedStep
@@ -186,8 +186,7 @@ class Engine:
                 grads.setdefault(section, {})[index] = grad
             hyper = self._hyper(group.hyper)
             members += [(*key, hyper, indices) for key, indices in by_seed.items()]
-        for section, present in grads.items():
-            reserve(section, present)
+        operands = [(section, gather(section, present)) for section, present in grads.items()]
         prepares: list[Launch] = []
         for section, seed, hyper, indices in members:
             prepares += prepare(
@@ -202,16 +201,16 @@ class Engine:
             )
         work: list[BucketJob] = []
         write_through: list[tuple[Tensor, Tensor]] = []
-        for section, present in grads.items():
-            operands = collect(section, present)
-            work += jobs(section, operands)
-            write_through += operands.write_through
+        for section, dense in operands:
+            dense.copy_in()
+            work += jobs(section, dense)
+            write_through += dense.write_through
         updates: Any = stepper.build(work)
         self._pending = True
         self.interrupted = "while its updates were being queued"
         stepper.run(prepares, updates)
-        for dense, parameter in write_through:
-            parameter.copy_(dense)
+        for scratch, parameter in write_through:
+            parameter.copy_(scratch)
         for section, present in grads.items():
             for index in present:
                 section.started[index] = True
@@ -229,7 +228,7 @@ class Engine:
 
     def drain(self) -> None:
         """Block the host until host state shows every step so far; free of cost when it does."""
-        if self._pending:
+        if self._pending or self._stepper.captured:
             self._stepper.drain()
             self._pending = False
 

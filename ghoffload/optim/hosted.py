@@ -31,6 +31,7 @@ class DirectStep:
     """Steps parameters on the CPU where they lie."""
 
     staging_bytes = 0
+    captured = False
 
     def __init__(self, *, threads: int) -> None:
         self._threads = threads
@@ -40,16 +41,7 @@ class DirectStep:
 
     def build(self, jobs: Sequence[BucketJob]) -> list[Launch]:
         """The launches of a step; what cannot be launched is refused here."""
-        return [
-            update(
-                job.bucket.table(job.active),
-                weights=job.weights,
-                grads=job.grads,
-                state=job.bucket.host,
-                scalars=job.bucket.section.scalars,
-            )
-            for job in jobs
-        ]
+        return [job.bucket.update(job.active).launch(job.weights, job.grads) for job in jobs]
 
     def run(self, prepares: Sequence[Launch], updates: Sequence[Launch]) -> None:
         """Step, and return when it is done."""
@@ -138,6 +130,8 @@ def _bytes(tensor: Tensor) -> Tensor:
 class HostStep:
     """Steps parameters in HBM on the CPU; ``step`` waits on the host for each bucket."""
 
+    captured = False  # such a step cannot be
+
     def __init__(
         self, machine: Machine, *, staging_buffers: int, threads: int, pin: bool, owner: str
     ) -> None:
@@ -193,7 +187,16 @@ class HostStep:
         machine.record(self._updated, compute)
 
     def build(self, jobs: Sequence[BucketJob]) -> list[_Packed]:
-        """Where each bucket's weights and gradients go; makes room for them if need be."""
+        """Where each bucket's weights and gradients go; makes room for them if need be.
+
+        Raises:
+            RuntimeError: the current stream is being captured into a graph.
+        """
+        if self._machine.capturing:
+            raise RuntimeError(
+                "a step on the CPU (step_device='cpu') blocks the host, so that it cannot be "
+                "captured into a CUDA graph; use step_device='cuda'"
+            )
         packed = [_Packed.of(job) for job in jobs]
         self._ensure(max((p.total_bytes for p in packed), default=0))
         return packed

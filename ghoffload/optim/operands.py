@@ -26,39 +26,43 @@ class Operands:
 
     Attributes:
         weights, grads: by parameter index, in the order of the parameter's ``Layout``.
+        copies: scratch, and what it stands for.
         write_through: scratch weights and the parameters they go back to after the update.
     """
 
     weights: dict[int, Tensor] = field(default_factory=dict)
     grads: dict[int, Tensor] = field(default_factory=dict)
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     write_through: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-
-def reserve(section: Section, grads: dict[int, Tensor]) -> None:
-    """Make the scratch that ``collect`` will need; nothing where everything is dense."""
-    for index, grad in grads.items():
-        layout, parameter = section.layouts[index], section.parameters[index]
-        if not layout.holds(parameter):
-            _scratch(section, index, "weight", parameter.dtype)
-        if not layout.holds(grad):
-            _scratch(section, index, "grad", grad.dtype)
+    def copy_in(self) -> None:
+        """Fill scratch on the current stream."""
+        for dense, source in self.copies:
+            dense.copy_(source)
 
 
-def collect(section: Section, grads: dict[int, Tensor]) -> Operands:
-    """Dense operands for the parameters in ``grads``, copied on the current stream if need be."""
+def gather(section: Section, grads: dict[int, Tensor]) -> Operands:
+    """Dense operands for the parameters in ``grads``; makes the scratch that they need.
+
+    Scratch is not filled before ``copy_in``.
+    """
     operands = Operands()
+    layouts, parameters = section.layouts, section.parameters
     for index, grad in grads.items():
-        layout, parameter = section.layouts[index], section.parameters[index].detach()
+        layout, parameter = layouts[index], parameters[index]
         if layout.holds(parameter):
             operands.weights[index] = parameter
         else:
-            dense = _scratch(section, index, "weight", parameter.dtype).copy_(parameter)
+            dense = _scratch(section, index, "weight", parameter.dtype)
             operands.weights[index] = dense
+            operands.copies.append((dense, parameter))
             operands.write_through.append((dense, parameter))
         if layout.holds(grad):
             operands.grads[index] = grad
         else:
-            operands.grads[index] = _scratch(section, index, "grad", grad.dtype).copy_(grad)
+            dense = _scratch(section, index, "grad", grad.dtype)
+            operands.grads[index] = dense
+            operands.copies.append((dense, grad))
     return operands
 
 
@@ -75,20 +79,17 @@ def _scratch(section: Section, index: int, what: str, dtype: torch.dtype) -> Ten
 def jobs(section: Section, operands: Operands) -> list[BucketJob]:
     """The section's buckets that take part, with the pieces that have a gradient."""
     result = []
-    complete = len(operands.grads) == len(section.parameters)
+    weights, grads = operands.weights, operands.grads
+    complete = len(grads) == len(section.parameters)
     for bucket in section.buckets:
-        pieces = bucket.plan.pieces
-        active = tuple(
-            k for k, piece in enumerate(pieces) if complete or piece.parameter in operands.grads
-        )
+        active, members = bucket.everything, bucket.members
+        if not complete and not all(index in grads for index in members):
+            active = tuple(k for k in active if members[k] in grads)
+            members = tuple(members[k] for k in active)
         if active:
-            indices = [pieces[k].parameter for k in active]
             result.append(
                 BucketJob(
-                    bucket,
-                    active,
-                    [operands.weights[i] for i in indices],
-                    [operands.grads[i] for i in indices],
+                    bucket, active, [weights[i] for i in members], [grads[i] for i in members]
                 )
             )
     return result

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ghoffload.kernels.adam import SCALARS, PieceTable
+from ghoffload.kernels.adam import SCALARS, PieceTable, Update
 from ghoffload.machine.protocol import Machine
 from ghoffload.memory import Carved, ledger, state_arena
 from ghoffload.optim.buckets import Bucket, ParameterSpec, Space
@@ -47,7 +47,9 @@ class LiveBucket:
     Attributes:
         slot: index in the order of all offloaded buckets; its staging buffer is slot modulo ring.
         host: its range of each state array.
-        tables: piece tables by the set of pieces that take part (all of them, nearly always).
+        updates: prepared updates by the set of pieces that take part (all of them, nearly always).
+            They hold the addresses of ``host`` or ``staged``: ``place`` forgets them.
+        everything, members: all its pieces, and the parameter of each.
     """
 
     section: Section
@@ -57,24 +59,41 @@ class LiveBucket:
     slot: int
     staged: dict[str, Tensor] = field(default_factory=dict)
     chunks: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (host, staged)
-    tables: dict[tuple[int, ...], PieceTable] = field(default_factory=dict)
+    reloads: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (staged, host)
+    updates: dict[tuple[int, ...], Update] = field(default_factory=dict)
+    everything: tuple[int, ...] = field(init=False)
+    members: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.everything = tuple(range(len(self.plan.pieces)))
+        self.members = tuple(piece.parameter for piece in self.plan.pieces)
 
     @property
     def state_bytes(self) -> int:
         return sum(array.numel() * array.element_size() for array in self.host.values())
 
-    def table(self, active: tuple[int, ...]) -> PieceTable:
-        """The table of the pieces at ``active``; tensor k of a launch belongs to the k-th."""
-        table = self.tables.get(active)
-        if table is None:
-            if len(self.tables) >= 8:  # gradients that come and go at random must not pile up
-                self.tables.clear()
+    def place(self, staged: dict[str, Tensor]) -> None:
+        """Have the state come through other staging memory, or through none."""
+        self.staged = staged
+        self.chunks, self.reloads = [], []
+        self.updates.clear()
+
+    def update(self, active: tuple[int, ...], ctas: int | None = None) -> Update:
+        """The update of the pieces at ``active``; tensor k of a launch belongs to the k-th."""
+        update = self.updates.get(active)
+        if update is None:
+            if len(self.updates) >= 8:  # gradients that come and go at random must not pile up
+                self.updates.clear()
             pieces = [self.plan.pieces[index] for index in active]
-            table = PieceTable(
-                [(k, p.start, p.count, p.offset, p.parameter) for k, p in enumerate(pieces)]
+            update = self.updates[active] = Update(
+                PieceTable(
+                    [(k, p.start, p.count, p.offset, p.parameter) for k, p in enumerate(pieces)]
+                ),
+                state=self.staged or self.host,
+                scalars=self.section.scalars,
+                ctas=ctas,
             )
-            self.tables[active] = table
-        return table
+        return update
 
 
 class Section:

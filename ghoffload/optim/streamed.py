@@ -15,6 +15,12 @@ Note [why one wait a direction is enough]
     A bucket always uses the same staging buffer and all write-backs form one total order. So when
     a buffer is free, the host state of every bucket that ever used it is complete, this bucket's
     own included: the reload waits for that one event and for nothing else.
+
+Note [graphs]
+    A captured step ends with the write-backs joined to the compute stream, so a replay is complete
+    when the stream it was started on has passed it, host state included. It leaves no events
+    behind. So once a step was captured, each eager step has its lanes wait for the current stream
+    and joins them at its end, and reading state waits for the whole device.
 """
 
 from __future__ import annotations
@@ -23,7 +29,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ghoffload.kernels.adam import update
 from ghoffload.machine.protocol import Launch, Machine, Stream
 from ghoffload.optim.operands import BucketJob
 from ghoffload.optim.section import ARENA_ALIGNMENT, LiveBucket
@@ -47,6 +52,7 @@ class StreamedStep:
         self._reload, self._write_back = Reload(machine), WriteBack(machine)
         self._updated = machine.event("last update")
         machine.record(self._updated, machine.current_stream())
+        self.captured = False
 
     @property
     def staging_bytes(self) -> int:
@@ -73,7 +79,7 @@ class StreamedStep:
                 self._machine.synchronize_all()
                 old.close()
             for bucket in moving:
-                bucket.staged.clear()
+                bucket.place({})
         for bucket in moving:
             if not bucket.staged:
                 self._place(bucket)
@@ -85,11 +91,14 @@ class StreamedStep:
         assert self._staging is not None
         buffer = self._staging.buffers[self._slot(bucket)]
         start = 0
+        staged = {}
         for (name, host), extent in zip(bucket.host.items(), _extents(bucket), strict=True):
             nbytes = host.numel() * host.element_size()
-            bucket.staged[name] = buffer[start : start + nbytes].view(host.dtype)
+            staged[name] = buffer[start : start + nbytes].view(host.dtype)
             start += extent
-        bucket.chunks = chunked([(host, bucket.staged[n]) for n, host in bucket.host.items()])
+        bucket.place(staged)
+        bucket.chunks = chunked([(host, staged[name]) for name, host in bucket.host.items()])
+        bucket.reloads = [(hbm, host) for host, hbm in bucket.chunks]
 
     def _slot(self, bucket: LiveBucket) -> int:
         assert self._staging is not None
@@ -100,14 +109,9 @@ class StreamedStep:
         return [
             (
                 job.bucket,
-                update(
-                    job.bucket.table(job.active),
-                    weights=job.weights,
-                    grads=job.grads,
-                    state=job.bucket.staged if self._moves(job.bucket) else job.bucket.host,
-                    scalars=job.bucket.section.scalars,
-                    ctas=self._ctas if self._in_place and not job.bucket.resident else None,
-                ),
+                job.bucket.update(
+                    job.active, self._ctas if self._in_place and not job.bucket.resident else None
+                ).launch(job.weights, job.grads),
             )
             for job in jobs
         ]
@@ -115,6 +119,10 @@ class StreamedStep:
     def run(self, prepares: Sequence[Launch], updates: Sequence[tuple[LiveBucket, Launch]]) -> None:
         """Queue one step."""
         machine, compute = self._machine, self._machine.current_stream()
+        capturing = machine.capturing
+        if self.captured and not capturing:
+            self._fork(compute)
+        self.captured |= capturing
         machine.wait(compute, self._updated, label="update waits for the one before")
         for prepare in prepares:
             machine.launch(prepare, stream=compute)
@@ -123,14 +131,23 @@ class StreamedStep:
                 self._stream(bucket, launch, compute)
             else:
                 machine.launch(launch, stream=compute)
+        if self.captured:
+            self._write_back.join(compute)
         machine.record(self._updated, compute)
+
+    def _fork(self, compute: Stream) -> None:
+        """Order this step behind replays, which leave no events: Note [graphs]."""
+        machine = self._machine
+        machine.record(self._updated, compute)
+        for lane in (machine.h2d, *machine.d2h):
+            machine.wait(lane, self._updated, label="step waits for replays")
 
     def _stream(self, bucket: LiveBucket, launch: Launch, compute: Stream) -> None:
         staging = self._staging
         assert staging is not None
         slot = self._slot(bucket)
         self._reload.copy(
-            [(staged, host) for host, staged in bucket.chunks],
+            bucket.reloads,
             after=staging.drained[slot],
             done=staging.reloaded[slot],
         )
@@ -147,6 +164,8 @@ class StreamedStep:
 
         What stays in HBM (counters, resident state) is then in order for the current stream.
         """
+        if self.captured:  # replays leave no events
+            self._machine.synchronize_all()
         self._write_back.drain(label="reading state waits for the write-back")
         if self._in_place:
             label = "reading state waits for the update in place"

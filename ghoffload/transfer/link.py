@@ -83,6 +83,11 @@ class WriteBack:
             self._turn ^= 1
         machine.record(done, stream)
 
+    def join(self, stream: Stream) -> None:
+        """Order ``stream`` behind everything queued so far."""
+        if self._used:
+            self._machine.wait(stream, self._last, label="graph ends with its write-backs")
+
     def drain(self, *, label: str) -> None:
         """Block the host until everything queued so far is in host memory."""
         if self._used:
