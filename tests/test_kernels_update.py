@@ -224,3 +224,14 @@ def test_other_numbers_and_weights_are_refused_after_good_ones() -> None:
         case.update.launch(case.weights[:3], case.grads[:3])
     with pytest.raises(ValueError, match="weights with a split master expect bfloat16, got float1"):
         case.update.launch(case.tensors(torch.float16), case.grads)
+
+
+@KINDS
+def test_a_table_without_pieces_starts_nothing(
+    starts: list[tuple[Any, ...]], ctas: int | None
+) -> None:
+    case = Case("fp32", ctas)
+    for update in (adam.Update(adam.PieceTable([]), **case.how),) * 2:
+        update.launch([], []).device(0)
+        update.launch(case.weights, case.grads).device(0)
+    assert starts == []

@@ -300,3 +300,36 @@ def test_system_memory_is_reached_where_the_machine_does_so(
     with pytest.raises(ValueError, match="discard expects managed memory, got system"):
         manager.discard(system, stream=machine.current_stream())
     manager.close()
+
+
+@pytest.mark.parametrize("there", [(5, 1), (5, 0), (2, 1)])
+def test_a_node_is_confirmed_by_the_driver(
+    bindings: Bindings, machine: Cuda, monkeypatch: pytest.MonkeyPatch, there: tuple[int, int]
+) -> None:
+    kind, number = there
+    answers = {"type": kind, "id": number}
+    found = SimpleNamespace(
+        CU_MEM_RANGE_ATTRIBUTE_LAST_PREFETCH_LOCATION_TYPE="type",
+        CU_MEM_RANGE_ATTRIBUTE_LAST_PREFETCH_LOCATION_ID="id",
+    )
+    monkeypatch.setattr(bindings, "CUmem_range_attribute", found, raising=False)
+    monkeypatch.setattr(
+        bindings,
+        "cuMemRangeGetAttribute",
+        lambda size, which, address, nbytes: (0, answers[which]),
+        raising=False,
+    )
+    kinds = SimpleNamespace(
+        CU_MEM_LOCATION_TYPE_HOST_NUMA=5,
+        CU_MEM_LOCATION_TYPE_HOST=2,
+        CU_MEM_LOCATION_TYPE_DEVICE=1,
+    )
+    monkeypatch.setattr(bindings, "CUmemLocationType", kinds)
+    monkeypatch.setattr("ghoffload.memory.numa.memory_nodes", lambda: (0, 1))
+    manager = TensorManager(machine)
+    if there == (5, 1):
+        manager.empty(8, torch.float32, "managed", numa=1)
+    else:
+        with pytest.warns(RuntimeWarning, match="managed memory on NUMA node 1, but the"):
+            manager.empty(8, torch.float32, "managed", numa=1)
+    manager.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from ghoffload.kernels import bandwidth
 from ghoffload.machine.cuda import CudaMachine
 from ghoffload.machine.managed import Driver
 from ghoffload.machine.protocol import Launch
-from ghoffload.memory import ledger
+from ghoffload.memory import ledger, numa
 
 pytestmark = pytest.mark.gpu
 
@@ -222,3 +223,16 @@ def test_the_summary_has_torchs_figures(manager: TensorManager) -> None:
     assert row["allocated"] == torch.cuda.memory_allocated()
     assert {"kind": "device", "owner": "gpu test", "nbytes": 4000} in found["held"]
     assert "torch, HBM" in ghoffload.memory_summary()
+
+
+def test_managed_memory_is_on_the_node_that_was_asked_for(manager: TensorManager) -> None:
+    node = numa.memory_nodes()[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        tensor = manager.empty(1 << 20, torch.float32, "managed", numa=node)
+    driver = Driver.of(CudaMachine.of("cuda"))
+    assert driver.is_on_node(tensor.data_ptr(), tensor.nbytes, node)
+    assert not driver.is_on_node(tensor.data_ptr(), tensor.nbytes, node + 1)
+    manager.prefetch(tensor, "device", stream=torch.cuda.current_stream())
+    torch.cuda.synchronize()
+    assert not driver.is_on_node(tensor.data_ptr(), tensor.nbytes, node)

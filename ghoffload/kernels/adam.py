@@ -98,7 +98,7 @@ class Update:
         self._arrays = tuple(state[name] for name in self._form.arrays)
         self._vetted = Vetted((scalars, *self._arrays))
         self._addresses: list[int] = []
-        self._dtypes: list[torch.dtype] = []
+        self._dtypes: list[torch.dtype] | None = None
         self._sizes: list[int] = []
         self._kernel: Any = None
 
@@ -142,7 +142,7 @@ class Update:
         sizes: list[int],
     ) -> None:
         """Check tensors of other dtypes or sizes than before, and take them."""
-        self._dtypes = []  # none are known until all are found fit
+        self._dtypes = None  # none are known until all are found fit
         table, form = self._table, self._form
         table.check_tensors("weights", weights)
         table.check_tensors("grads", grads)
@@ -151,29 +151,34 @@ class Update:
         form.check_weights(table, weights)
         # Not the state: the host form gets it with the tensors of the launch.
         self._host = partial(_update_on_host, table, *self._codes, form)
-        self._take(addresses, len(weights), None)
+        now, count = np.array(addresses, dtype=np.int64), len(weights)
+        self._take(addresses, now[:count], now[count:])
         self._dtypes, self._sizes = dtypes, sizes
 
     def _move(
         self, weights: Sequence[Tensor], grads: Sequence[Tensor], addresses: list[int]
     ) -> None:
         """Take tensors that differ from those before in their addresses."""
-        device = self._scalars.device
-        if any(
-            now != before and tensor.device != device
-            for now, before, tensor in zip(
-                addresses, self._addresses, (*weights, *grads), strict=True
-            )
+        count, device, before = len(weights), self._scalars.device, self._addresses
+        halves = []
+        for tensors, old, now, then in (
+            (weights, self._operands.weights, addresses[:count], before[:count]),
+            (grads, self._operands.grads, addresses[count:], before[count:]),
         ):
-            common_device(scalars=[self._scalars], weights=weights, grads=grads)
-        self._take(addresses, len(weights), self._operands)
+            if now != then:
+                if any(tensor.device != device for tensor in tensors):
+                    common_device(scalars=[self._scalars], weights=weights, grads=grads)
+                old = np.array(now, dtype=np.int64)
+            halves.append(old)
+        self._take(addresses, *halves)
 
-    def _take(self, addresses: list[int], count: int, before: Operands | None) -> None:
-        now = np.array(addresses, dtype=np.int64)
-        weights = now[:count]
-        if before is not None and addresses[:count] == self._addresses[:count]:
-            weights = before.weights
-        self._operands = Operands(weights, now[count:], *self._codes)
+    def _take(
+        self,
+        addresses: list[int],
+        weights: npt.NDArray[np.int64],
+        grads: npt.NDArray[np.int64],
+    ) -> None:
+        self._operands = Operands(weights, grads, *self._codes)
         self._addresses = addresses
 
     def _start(self, operands: Operands, stream: int) -> None:

@@ -110,6 +110,29 @@ class Driver:
         location = self._location(to_device, node)
         self._call("a prefetch", self._prefetch, address, nbytes, location, 0, stream)
 
+    def is_on_node(self, address: int, nbytes: int, node: int) -> bool | None:
+        """Whether a whole range was last prefetched to a NUMA node of the host, by the driver.
+
+        ``None`` where the bindings cannot ask.
+        """
+        attribute = getattr(self._driver, "CUmem_range_attribute", None)
+        name = "CU_MEM_RANGE_ATTRIBUTE_LAST_PREFETCH_LOCATION_"
+        if not hasattr(attribute, name + "TYPE"):
+            return None
+        there, number = (
+            self._call(
+                "asking where managed memory is",
+                self._driver.cuMemRangeGetAttribute,
+                4,  # bytes of the answer
+                getattr(attribute, name + which),
+                address,
+                nbytes,
+            )
+            for which in ("TYPE", "ID")
+        )
+        wanted = self._driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST_NUMA
+        return int(there) == int(wanted) and int(number) == node
+
     def prefetch_batch(
         self,
         ranges: Sequence[tuple[int, int]],

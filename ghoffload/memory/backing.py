@@ -141,6 +141,13 @@ class _Managed:
         placed = machine.event("managed memory placed")
         machine.record(placed, stream)
         machine.synchronize(placed, label="managed memory placed")
+        if node is not None and driver.is_on_node(self.address, nbytes, node) is False:
+            warnings.warn(
+                f"{owner}: expected {nbytes:,} bytes of managed memory on NUMA node {node}, but "
+                "the driver says that some are elsewhere",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         machine.admit(self.address, nbytes, node=node)
 
     def close(self) -> None:
