@@ -113,23 +113,20 @@ class Driver:
     def is_on_node(self, address: int, nbytes: int, node: int) -> bool | None:
         """Whether a whole range was last prefetched to a NUMA node of the host, by the driver.
 
-        ``None`` where the bindings cannot ask.
+        ``None`` where the bindings or the driver cannot say.
         """
         attribute = getattr(self._driver, "CUmem_range_attribute", None)
         name = "CU_MEM_RANGE_ATTRIBUTE_LAST_PREFETCH_LOCATION_"
         if not hasattr(attribute, name + "TYPE"):
             return None
-        there, number = (
-            self._call(
-                "asking where managed memory is",
-                self._driver.cuMemRangeGetAttribute,
-                4,  # bytes of the answer
-                getattr(attribute, name + which),
-                address,
-                nbytes,
+        ask = self._driver.cuMemRangeGetAttribute
+        try:
+            there, number = (
+                self._call("asking", ask, 4, getattr(attribute, name + which), address, nbytes)
+                for which in ("TYPE", "ID")  # four bytes each
             )
-            for which in ("TYPE", "ID")
-        )
+        except RuntimeError:
+            return None
         wanted = self._driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST_NUMA
         return int(there) == int(wanted) and int(number) == node
 
