@@ -215,7 +215,9 @@ def test_what_does_not_fit_is_refused_whenever_it_comes(
     assert starts[0] == starts[1]
 
 
-def test_other_numbers_and_weights_are_refused_after_good_ones() -> None:
+def test_other_numbers_and_weights_are_refused_after_good_ones(
+    starts: list[tuple[Any, ...]],
+) -> None:
     case = Case("int8", None)
     case.update.launch(case.weights, case.grads)
     with pytest.raises(ValueError, match="grads expects 4 tensors as weights, got 3"):
@@ -224,6 +226,10 @@ def test_other_numbers_and_weights_are_refused_after_good_ones() -> None:
         case.update.launch(case.weights[:3], case.grads[:3])
     with pytest.raises(ValueError, match="weights with a split master expect bfloat16, got float1"):
         case.update.launch(case.tensors(torch.float16), case.grads)
+    case.grads[0] = torch.zeros(COUNT, dtype=case.dtype)
+    case.update.launch(case.weights, case.grads).device(0)
+    case.fresh().device(0)
+    assert starts[0] == starts[1]
 
 
 @KINDS

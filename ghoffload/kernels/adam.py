@@ -142,13 +142,13 @@ class Update:
         sizes: list[int],
     ) -> None:
         """Check tensors of other dtypes or sizes than before, and take them."""
-        self._dtypes = None  # none are known until all are found fit
         table, form = self._table, self._form
         table.check_tensors("weights", weights)
         table.check_tensors("grads", grads)
         common_device(scalars=[self._scalars], weights=weights, grads=grads)
-        self._codes = dtype_codes("weights", weights), dtype_codes("grads", grads)
+        codes = dtype_codes("weights", weights), dtype_codes("grads", grads)
         form.check_weights(table, weights)
+        self._codes = codes
         # Not the state: the host form gets it with the tensors of the launch.
         self._host = partial(_update_on_host, table, *self._codes, form)
         now, count = np.array(addresses, dtype=np.int64), len(weights)

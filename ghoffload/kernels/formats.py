@@ -37,7 +37,7 @@ Note [int8 moments]
     Block-wise Quantization" (arXiv:2110.02861). Companding the moments before a linear code is from
     Gonzalez Ortiz et al., "FlashOptim" (arXiv:2602.23349): softsign for the first, a square root
     for the second. Powers need no division, and the fourth root and random rounding here are for
-    what examples/moment_codes.py measures: codes that are rounded to nearest stand still where a
+    what BENCHMARKS.md has the figures of: codes that are rounded to nearest stand still where a
     step moves them by less than half their distance.
 """
 

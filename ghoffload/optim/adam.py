@@ -54,7 +54,8 @@ class OffloadAdam(Optimizer):
             default: ``use_machine``, the environment, then where the parameters are.
 
     bf16 and fp16 parameters are updated through an fp32 ``master`` unless ``config.master`` is
-    ``"none"``. An outside edit of a weight wins over its master at the next step.
+    ``"none"``. An outside edit of a weight wins over its master at the next step; with a split
+    master the old rest stays, at most half a unit of the weight's last place.
 
     Raises:
         ValueError, TypeError: an argument that cannot be used, before anything is changed.
@@ -373,11 +374,12 @@ class OffloadAdam(Optimizer):
         """The optimizer's state on the CPU, safe for ``torch.load(weights_only=True)``.
 
         Args:
-            native: add the config and a version; exact for every setting. Torch's form (default)
-                also goes into ``torch.optim.AdamW`` and back, bit for bit for fp32 parameters
-                (for bf16 and fp16 ones torch rounds the moments when it loads them).
+            native: add the config and a version, and leave coded state coded. Torch's form
+                (default) also goes into ``torch.optim.AdamW`` and back, bit for bit for fp32
+                parameters (for bf16 and fp16 ones torch rounds the moments when it loads them).
 
-        The tensors are the live host memory, not a copy: save them before the next step.
+        The tensors are the live host memory, not a copy, but for what torch's form has decoded:
+        save them before the next step.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
