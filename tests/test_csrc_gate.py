@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from ghoffload.errors import KernelBuildError
-from ghoffload.kernels import build, gate
+from ghoffload.kernels import build, compiling, gate
 
 SPILL = """
 extern "C" __global__ void pack_spilled(float* x, int n) {
@@ -104,9 +107,9 @@ def test_the_command_exits_with_one_and_says_why(
     directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(build, "source_directory", lambda: directory)
-    assert gate._main() == 0
+    assert gate._main([]) == 0
     (directory / "pack.cu").write_text("not a kernel")
-    assert gate._main() == 1
+    assert gate._main([]) == 1
     assert "pack.cu for sm_90a" in capsys.readouterr().err
 
 
@@ -117,3 +120,76 @@ def test_wrong_source_code_is_a_build_error_with_the_compilers_log() -> None:
         pytest.skip(f"needs the compiler: {error}")
     with pytest.raises(KernelBuildError, match=r"broken\.cu\(1\): error"):
         build.compile_source(b"int = 3;", "broken.cu", "sm_90a")
+
+
+def test_the_gate_compiles_with_the_nvrtc_it_is_given(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "source_directory", lambda: directory)
+    known = next(build.wheel_libraries(sys.path), None)
+    if known is None:
+        pytest.skip("needs NVRTC from a wheel")
+    assert gate._main(["--nvrtc", known]) == 0
+    assert f"compiled by {known}" in capsys.readouterr().out
+    assert gate._main(["--nvrtc", "/dev/null/libnvrtc.so"]) == 1
+    assert "/dev/null/libnvrtc.so" in capsys.readouterr().err
+
+
+# --- compilers that do not exist -----------------------------------------------------------------
+
+
+def made_up_nvrtc(directory: Path, code: str, *flags: str, name: str = "libnvrtc.so.99") -> Path:
+    if shutil.which("gcc") is None:
+        pytest.skip("needs gcc")
+    source = directory / "nvrtc.c"
+    source.write_text(code)
+    library = directory / name
+    command = ["gcc", "-shared", "-fPIC", "-o", str(library), str(source), *flags]
+    subprocess.run(command, check=True)
+    return library
+
+
+def test_a_compiler_that_does_not_come_back_is_ended(tmp_path: Path) -> None:
+    code = """
+    #include <unistd.h>
+    int nvrtcCreateProgram() { for (;;) pause(); }
+    """
+    library = made_up_nvrtc(tmp_path, code)
+    source = tmp_path / "endless.cu"
+    source.touch()
+    begin = time.monotonic()
+    with pytest.raises(KernelBuildError) as caught:
+        compiling.compile_apart(source, "sm_90a", nvrtc=library, limit=2.0)
+    assert str(caught.value) == f"endless.cu for sm_90a: {library} did not finish in 2 s"
+    assert 2 <= time.monotonic() - begin < 20
+
+
+def test_a_compiler_that_dies_is_an_error(tmp_path: Path) -> None:
+    code = """
+    #include <unistd.h>
+    int nvrtcCreateProgram() { _exit(7); }
+    """
+    library = made_up_nvrtc(tmp_path, code)
+    source = tmp_path / "deadly.cu"
+    source.touch()
+    with pytest.raises(KernelBuildError, match=r"deadly\.cu for sm_90a: .* exited with 7"):
+        compiling.compile_apart(source, "sm_90a", nvrtc=library)
+
+
+def test_the_second_library_of_nvrtc_is_found_beside_the_first(tmp_path: Path) -> None:
+    builtins = "libnvrtc-builtins.so.99.1"
+    made_up_nvrtc(tmp_path, "", f"-Wl,-soname,{builtins}", name=builtins)
+    code = f"""
+    #include <dlfcn.h>
+    int nvrtcVersion(int* major, int* minor) {{
+        *major = 99;
+        *minor = dlopen("{builtins}", RTLD_NOW) != 0;
+        return 0;
+    }}
+    """
+    library = made_up_nvrtc(tmp_path, code, "-ldl")
+    say = "from pathlib import Path; from ghoffload.kernels import build; "
+    say += f"build.use_nvrtc(Path({str(library)!r})); print(build.nvrtc_version())"
+    root = Path(__file__).resolve().parents[1]
+    said = subprocess.run([sys.executable, "-c", say], cwd=root, capture_output=True, text=True)
+    assert said.stdout.strip() == "(99, 1)", said.stderr

@@ -36,6 +36,7 @@ FAST = Rates(
 @pytest.fixture(autouse=True)
 def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ghoffload.kernels.build.nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr("ghoffload.kernels.build.packaged_nvrtc", lambda arch: (12, 9))
 
 
 @pytest.fixture
@@ -193,6 +194,7 @@ def test_an_ill_gpu(
     ]
     assert report["rates"]["h2d"] == 10e9
     assert report["nvrtc"] == [13, 0]
+    assert report["packaged_nvrtc"] == [12, 9]
     assert report["topology"]["gpus"][0]["link"]["width"] == 4
     said = shown(x86(tmp_path, telemetry={"CurrPcieLinkWidth": 4}))
     assert "hurts: GPU 0: PCIe runs with 4 of 16 lanes. mend: every transfer" in said

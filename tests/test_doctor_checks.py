@@ -102,6 +102,13 @@ def test_driver_too_old(tmp_path: Path) -> None:
     assert "driver 580.95.05 serves CUDA 12.8, and NVRTC 13.0" in what
     for compiler in ((12, 9), (12, 4), None):
         assert found(made, "driver_too_old", nvrtc=compiler) is None
+    # A Hopper has the package's kernels, too: either will do.
+    assert found(made, "driver_too_old", nvrtc=(13, 0), packaged=(12, 9)) is None
+    assert found(made, "driver_too_old", nvrtc=(12, 9), packaged=(13, 0)) is None
+    both = some(made, "driver_too_old", HURTS, nvrtc=(13, 5), packaged=(13, 0))
+    assert "NVRTC 13.0 builds the kernels" in both
+    made.cuda.gpus[0]["ComputeCapabilityMajor"] = 10
+    some(made, "driver_too_old", HURTS, nvrtc=(13, 0), packaged=(12, 9))
     made.cuda.version = 13000
     assert found(made, "driver_too_old", nvrtc=(13, 5)) is None
 
@@ -109,6 +116,12 @@ def test_driver_too_old(tmp_path: Path) -> None:
 def test_compiler_missing(tmp_path: Path) -> None:
     assert some(x86(tmp_path), "compiler_missing", HURTS, nvrtc_error="not found")
     assert found(no_gpu(tmp_path / "n"), "compiler_missing", nvrtc_error="not found") is None
+    made = x86(tmp_path / "with a package")
+    assert isinstance(made.cuda, MadeUpCuda)
+    readings = {"nvrtc_error": "not found", "packaged": (12, 9)}
+    assert found(made, "compiler_missing", **readings) is None
+    made.cuda.gpus[0]["ComputeCapabilityMajor"] = 8
+    some(made, "compiler_missing", HURTS, **readings)
 
 
 # --- the link ------------------------------------------------------------------------------------

@@ -101,9 +101,12 @@ def test_a_cubin_is_compiled_once_and_again_when_its_source_changes(
     monkeypatch.setattr(
         build, "compile_source", lambda *args: compiled.append(args[2]) or original(*args)
     )
-    first = build.cubin("tiny", "sm_90a").code
-    assert build.cubin("tiny", "sm_90a").code == first
+    first, again = (build.cubin("tiny", "sm_90a") for _ in range(2))
+    assert (first.origin, again.origin) == ("nvrtc", "cache")
+    assert again.code == first.code
+    assert again.compiler == first.compiler
     assert compiled == ["sm_90a"]
+    first = first.code
     (entry,) = root.glob("*.cubin")
     entry.write_bytes(entry.read_bytes()[:-8])
     assert build.cubin("tiny", "sm_90a").code == first
@@ -137,6 +140,12 @@ def test_messages_name_the_file_and_line_that_was_written(root: Path, csrc: Path
         build.cubin("a", "sm_90a")
     with pytest.raises(KernelBuildError, match=r"b\.cu\(3\): error"):
         build.cubin("b", "sm_90a")
+
+
+def test_a_chip_that_the_compiler_does_not_know_is_named(root: Path, csrc: Path) -> None:
+    (csrc / "tiny.cu").touch()
+    with pytest.raises(KernelBuildError, match=r"it knows no sm_999; .* pip install nvidia-cuda"):
+        build.cubin("tiny", "sm_999")
 
 
 @pytest.mark.parametrize("name", ["gone.cuh", "../outside.cuh", "outside.h", "/etc/passwd", ""])

@@ -39,8 +39,13 @@ GB200 = rates(176, 183, 350, pinned=kernel(355, 8), managed=kernel(350, 8), syst
 H200 = rates(54.9, 55, 96.2, pinned=kernel(84.7, 4), managed=kernel(84.8, 4))
 
 
-def chosen(rates: Rates | None, reached: frozenset[str] = EVERY, **config: Any) -> Choice:
-    machine = types.SimpleNamespace(memory_kinds=reached)
+def chosen(
+    rates: Rates | None,
+    reached: frozenset[str] = EVERY,
+    chip: tuple[int, int] = (9, 0),
+    **config: Any,
+) -> Choice:
+    machine = types.SimpleNamespace(memory_kinds=reached, compute_capability=chip)
     return resolve(OffloadConfig(**config), machine, rates)
 
 
@@ -180,3 +185,48 @@ def test_no_figures_lead_to_what_cannot_be(
     assert kind != "system" or config["memory_kind"] == "system"
     assert ctas == (config["ctas"] or ctas) >= 1
     assert config["transfer"] in ("auto", way)
+
+
+# --- GPUs without bulk copies --------------------------------------------------------------------
+
+KERNEL_WINS = dataclasses.replace(QUAD, both=100e9)
+MANAGED_WINS = rates(54.9, 55, 50, managed=kernel(84.8, 4))
+MANAGED_ALONE = Rates(pin_refusal="NOT_PERMITTED", managed=kernel(84, 4))
+
+
+@pytest.mark.parametrize("measured", [KERNEL_WINS, MANAGED_WINS, MANAGED_ALONE, GH200, None])
+@pytest.mark.parametrize("config", [{}, {"memory_kind": "pinned"}, {"transfer": "copy_engine"}])
+def test_auto_never_updates_in_place_without_bulk_copies(
+    measured: Rates | None, config: dict[str, Any]
+) -> None:
+    for chip in ((8, 0), (8, 9)):
+        assert short(chosen(measured, chip=chip, **config))[:2] == ("pinned", "copy_engine")
+
+
+def test_why_a_kernel_was_not_chosen() -> None:
+    assert short(chosen(KERNEL_WINS))[1] == "kernel"
+    assert short(chosen(MANAGED_WINS))[0] == short(chosen(MANAGED_ALONE))[0] == "managed"
+    assert chosen(KERNEL_WINS, chip=(8, 6)).reasons["transfer"] == (
+        "a kernel would update state in place: that needs bulk copies (compute capability 9.0 or "
+        "later), this GPU has 8.6"
+    )
+
+
+@pytest.mark.parametrize(
+    "config", [{"transfer": "kernel"}, {"memory_kind": "managed"}, {"memory_kind": "system"}]
+)
+def test_an_update_in_place_that_is_asked_for_is_refused(config: dict[str, Any]) -> None:
+    chosen(QUAD, chip=(10, 0), **config)
+    with pytest.raises(ValueError) as caught:
+        chosen(QUAD, chip=(8, 0), **config)
+    assert str(caught.value) == (
+        "transfer='kernel' and memory_kind='managed' and 'system' update host state in place, and "
+        "that needs bulk copies (compute capability 9.0 or later), this GPU has 8.0; use "
+        "transfer='copy_engine' and memory_kind='pinned'"
+    )
+    with pytest.raises(ValueError):
+        chosen(None, chip=(8, 0), **config)
+    # All state in HBM, or a step on the CPU: no update in place is asked for.
+    if config == {"transfer": "kernel"}:
+        chosen(None, chip=(8, 0), memory_kind="device", **config)
+        chosen(None, chip=(8, 0), step_device="cpu", **config)

@@ -13,7 +13,13 @@ import torch
 from optim_tools import CPU, PAIRS, Place, everywhere, parameters, set_grads, snapshot, train
 
 import ghoffload
-from ghoffload import InterruptedStepError, OffloadAdam, OffloadAdamW
+from ghoffload import (
+    InterruptedStepError,
+    MachineUnavailableError,
+    OffloadAdam,
+    OffloadAdamW,
+    VirtualMachine,
+)
 from ghoffload.machine import Launch, active_machine
 from ghoffload.memory import ledger
 
@@ -261,3 +267,29 @@ def test_a_refused_pin_is_no_memory_for_kernels(monkeypatch: pytest.MonkeyPatch)
             OffloadAdamW(parameters((3,)), config={"transfer": "kernel"})
         gc.collect()
     assert ledger.rows() == before
+
+
+@pytest.mark.parametrize(
+    ("chip", "config", "error", "match"),
+    [
+        ((7, 5), {}, MachineUnavailableError, r"8\.0 \(Ampere\) or later, got one of 7\.5"),
+        ((8, 0), {"transfer": "kernel"}, ValueError, r"this GPU has 8\.0; use transfer='copy_eng"),
+        ((8, 9), {"memory_kind": "managed"}, ValueError, "needs bulk copies"),
+    ],
+)
+def test_older_chips_are_refused_before_anything_is_reserved(
+    chip: tuple[int, int],
+    config: dict[str, Any],
+    error: type,
+    match: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(VirtualMachine, "compute_capability", chip)
+    before = ledger.rows()
+    with ghoffload.use_machine("virtual"), pytest.raises(error, match=match):
+        OffloadAdamW(parameters((3,)), config=config)
+    assert ledger.rows() == before
+    with ghoffload.use_machine("virtual"):
+        OffloadAdamW(parameters((3,)), config={"step_device": "cpu"})
+        if chip >= (8, 0):
+            OffloadAdamW(parameters((3,)))

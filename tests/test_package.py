@@ -16,9 +16,12 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from ghoffload.errors import KernelBuildError
+from ghoffload.kernels import build as compiler
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("csrc", "ghoffload", "CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md")
-SOURCES += ("pyproject.toml", "setup.cfg")
+SOURCES += ("pyproject.toml", "setup.cfg", "setup.py")
 UNWRITABLE_HOME = "/dev/null/home"  # root, too, cannot make it
 
 
@@ -61,11 +64,11 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return clone
 
 
-def build(kind: str, clone: Path, destination: Path) -> Path:
+def build(kind: str, clone: Path, destination: Path, cubins: str = "off") -> Path:
     """Build a ``wheel`` or ``editable`` of ``clone`` without network and unpack it."""
     destination.mkdir()
     code = f"from setuptools import build_meta; build_meta.build_{kind}({str(destination)!r})"
-    python(code, path=None, cwd=clone)
+    python(code, path=None, cwd=clone, GHOFFLOAD_CUBINS=cubins)
     (built,) = destination.glob("*.whl")
     site = destination / "site"
     zipfile.ZipFile(built).extractall(site)
@@ -127,6 +130,66 @@ def test_metadata(wheel: Path) -> None:
     assert distribution.read_text("licenses/LICENSE") == (ROOT / "LICENSE").read_text()
     (script,) = distribution.entry_points
     assert (script.name, script.value) == ("ghoffload", "ghoffload.cli:main")
+
+
+# --- machine code --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(clone: Path, tmp_path: Path) -> Path:
+    """A clone with one quick kernel."""
+    junk = shutil.ignore_patterns("built-*", "build", "*.egg-info", "__pycache__")
+    shutil.copytree(clone, tmp_path / "small", ignore=junk)
+    csrc = tmp_path / "small" / "csrc"
+    for path in csrc.glob("*.cu"):
+        path.unlink()
+    (csrc / "adamw.cu").write_text('extern "C" __global__ void tiny(int* x) { *x = 1; }')
+    return tmp_path / "small"
+
+
+def cubins(site: Path) -> list[str]:
+    return sorted(path.name for path in (site / "ghoffload" / "csrc").glob("cubin/*"))
+
+
+FROM = """
+from ghoffload.kernels import build
+print(build.cubin("adamw", "sm_90a").origin, build.packaged_nvrtc("sm_90a") is not None)
+"""
+
+
+def test_a_wheel_has_machine_code_where_there_is_nvrtc(small: Path, tmp_path: Path) -> None:
+    try:
+        compiler.nvrtc_version()
+    except KernelBuildError as error:
+        pytest.skip(f"needs the compiler: {error}")
+    for cubins_asked in ("auto", "require"):
+        site = build("wheel", small, tmp_path / cubins_asked, cubins_asked)
+        assert cubins(site) == ["adamw-sm_90a.cubin", "manifest.json"]
+        assert python(FROM, path=site, HOME=UNWRITABLE_HOME) == "package True"
+    editable = build("editable", small, tmp_path / "editable", "auto")
+    assert cubins(editable) == []
+    assert not (small / "csrc" / "cubin").exists()
+    # The build directory still has those of before.
+    assert cubins(build("wheel", small, tmp_path / "off", "off")) == []
+
+
+def test_a_wheel_is_built_without_machine_code_where_that_fails(
+    small: Path, tmp_path: Path
+) -> None:
+    (small / "csrc" / "adamw.cu").write_text("int = 3;")  # what stops the compiler matters not
+    assert cubins(build("wheel", small, tmp_path / "auto", "auto")) == []
+    build("editable", small, tmp_path / "editable", "require")  # does not try
+    with pytest.raises(AssertionError, match="no machine code for Hopper in this wheel"):
+        build("wheel", small, tmp_path / "require", "require")
+
+
+def test_only_a_release_asks_for_nvrtc(small: Path) -> None:
+    code = "from setuptools import build_meta; print(build_meta.get_requires_for_build_wheel())"
+    for asked, expected in (("auto", False), ("off", False), ("require", True)):
+        said = python(code, path=None, cwd=small, GHOFFLOAD_CUBINS=asked).splitlines()[-1]
+        assert ("nvidia-cuda-nvrtc-cu12==12.9." in said) == expected
+    with pytest.raises(AssertionError, match="expects auto, require or off, got 'yes'"):
+        python(code, path=None, cwd=small, GHOFFLOAD_CUBINS="yes")
 
 
 # --- what it asks for ----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ghoffload.check import programs
 from ghoffload.errors import OrderingError
 from ghoffload.kernels import golden
+from ghoffload.kernels.build import BULK_COPIES
 from ghoffload.machine.cuda import CudaMachine
 from ghoffload.machine.protocol import Launch, Machine, Stream
 from ghoffload.machine.virtual import VirtualMachine
@@ -127,6 +128,10 @@ def _orders(step_device: str, seeds: int) -> str:
 def _streamed(machine: Machine) -> str:
     runs = 0
     unpinned = sorted(machine.memory_kinds & {"managed", "system"})
+    in_place: list[dict[str, Any]] = []
+    if machine.compute_capability >= BULK_COPIES:
+        in_place += [{"transfer": "kernel", "bucket_bytes": 16384}]
+        in_place += [{"memory_kind": kind} for kind in unpinned]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for amsgrad in (False, True):
             expected = programs.synthetic("cpu", {}, machine="cpu", dtype=dtype, amsgrad=amsgrad)
@@ -134,9 +139,8 @@ def _streamed(machine: Machine) -> str:
                 {"bucket_bytes": 16384, "staging_buffers": 2},
                 {"bucket_bytes": 1 << 20},
                 {"memory_kind": "device"},
-                {"transfer": "kernel", "bucket_bytes": 16384},
                 {"bucket_bytes": 65536, "step_device": "cpu"},
-                *({"memory_kind": kind} for kind in unpinned),
+                *in_place,
             )
             for config in configs:
                 found = programs.synthetic(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ghoffload.config import ENVIRONMENT_PREFIX, OffloadConfig
 from ghoffload.doctor.findings import Readings
 from ghoffload.doctor.units import gb
+from ghoffload.kernels.build import BULK_COPIES
 from ghoffload.machine.select import ENVIRONMENT_VARIABLE
 from ghoffload.machine.topology import Gpu, Topology, unusable_gpu
 from ghoffload.measure import resolve
@@ -96,6 +97,7 @@ class _Reached:
         if gpu.capabilities.pageable_memory_access:
             kinds.add("system")
         self.memory_kinds = frozenset(kinds)
+        self.compute_capability = gpu.compute_capability or BULK_COPIES  # unknown: as most are
 
 
 def _engines(gpu: Gpu) -> str:

@@ -45,6 +45,8 @@ class Readings:
         copies_error: why there is none, though there was a GPU to measure.
         nvrtc: the version of the compiler that builds the kernels.
         nvrtc_error: why there is none.
+        packaged: the version of the compiler of the installed package's kernels, which serve a
+            Hopper; ``None`` where it brings none.
     """
 
     before: Topology | None = None
@@ -54,3 +56,4 @@ class Readings:
     copies_error: str | None = None
     nvrtc: tuple[int, int] | None = None
     nvrtc_error: str | None = None
+    packaged: tuple[int, int] | None = None

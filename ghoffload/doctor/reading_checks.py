@@ -132,9 +132,14 @@ def errors_growing(topology: Topology, readings: Readings) -> Finding | None:
 
 
 def driver_too_old(topology: Topology, readings: Readings) -> Finding | None:
-    """The kernels' compiler is of a newer CUDA major version than the driver."""
-    driver, compiler = topology.driver_cuda, readings.nvrtc
-    if driver is None or compiler is None or not topology.gpus or driver[0] >= compiler[0]:
+    """All that kernels could come from is of a newer CUDA major version than the driver."""
+    driver = topology.driver_cuda
+    compilers = [readings.packaged] if _all_hopper(topology) else []
+    found = [version for version in (*compilers, readings.nvrtc) if version is not None]
+    if driver is None or not found or not topology.gpus:
+        return None
+    compiler = min(found)
+    if driver[0] >= compiler[0]:
         return None
     return Finding(
         check="driver_too_old",
@@ -146,9 +151,16 @@ def driver_too_old(topology: Topology, readings: Readings) -> Finding | None:
     )
 
 
+def _all_hopper(topology: Topology) -> bool:
+    """Whether packaged kernels serve every GPU."""
+    return all(gpu.compute_capability == (9, 0) for gpu in topology.gpus)
+
+
 def compiler_missing(topology: Topology, readings: Readings) -> Finding | None:
-    """A GPU, and nothing to build its kernels with."""
+    """A GPU whose kernels the package does not bring, and nothing to build them with."""
     if readings.nvrtc_error is None or not topology.gpus:
+        return None
+    if readings.packaged is not None and _all_hopper(topology):
         return None
     return Finding(
         check="compiler_missing",

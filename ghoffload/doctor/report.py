@@ -43,6 +43,7 @@ class Report:
             "ghoffload": __version__,
             "topology": self.topology.to_dict(),
             "nvrtc": self.readings.nvrtc,
+            "packaged_nvrtc": self.readings.packaged,
             "rates": None if rates is None else rates.to_dict(),
             "rates_age_seconds": self.readings.age,
             "choices": [dataclasses.asdict(choice) for choice in self.choices],
@@ -109,9 +110,11 @@ def _bad_settings(error: ValueError) -> Finding:
 
 def _compiler() -> dict[str, Any]:
     from ghoffload.errors import KernelBuildError
-    from ghoffload.kernels.build import nvrtc_version
+    from ghoffload.kernels.build import nvrtc_version, packaged_nvrtc
 
+    packaged = None
     try:
-        return {"nvrtc": nvrtc_version()}
+        packaged = packaged_nvrtc("sm_90a")
+        return {"nvrtc": nvrtc_version(), "packaged": packaged}
     except KernelBuildError as error:
-        return {"nvrtc_error": str(error)}
+        return {"nvrtc_error": str(error), "packaged": packaged}

@@ -1,4 +1,4 @@
-"""csrc's CUDA C++ to machine code: finding the sources, NVRTC, the cache of its results.
+"""csrc's CUDA C++ to machine code: the sources, what a wheel brings, the cache, NVRTC.
 
 NVRTC is called through ctypes: nine functions of a stable C interface. cuda.bindings would insist
 on the NVRTC of its own CUDA major version, and what an environment has is the one torch brought.
@@ -8,17 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 from ghoffload.errors import KernelBuildError
-from ghoffload.kernels import cache
+from ghoffload.kernels import cache, packaged
 
 OPTIONS = ("--std=c++17", "-default-device", "--fmad=false")
+LEAST_CAPABILITY = (8, 0)
+"""The oldest chips that the kernels are written for: Ampere."""
+BULK_COPIES = (9, 0)
+"""The first compute capability with bulk copies, by which state is updated in place: Hopper."""
+
+INSTALL_NVRTC = (
+    "pip install nvidia-cuda-nvrtc (for a driver from 580 on; nvidia-cuda-nvrtc-cu12 before)"
+)
 
 _INCLUDE = re.compile(r'\s*#\s*include\s*"([^"]*)"')
 _HEADER_NAME = re.compile(r"\w+\.cuh")
@@ -74,8 +84,20 @@ def _with_includes(path: Path, seen: set[str]) -> str:
 
 
 def architecture(major: int, minor: int) -> str:
-    """NVRTC's name of a compute capability; Hopper's with its own instructions."""
+    """NVRTC's name of a compute capability; Hopper's with its own instructions.
+
+    Raises:
+        KernelBuildError: the chip is older than the kernels allow.
+    """
+    if (major, minor) < LEAST_CAPABILITY:
+        raise KernelBuildError(f"the CUDA kernels expect {too_old(major, minor)}")
     return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
+
+
+def too_old(major: int, minor: int) -> str:
+    """What is expected of a chip that is too old, and what it is."""
+    least = ".".join(map(str, LEAST_CAPABILITY))
+    return f"a GPU of compute capability {least} (Ampere) or later, got one of {major}.{minor}"
 
 
 @dataclass(frozen=True)
@@ -84,24 +106,45 @@ class Cubin:
 
     Attributes:
         code: the ELF image.
-        log: what the compiler said; empty where the code came from the cache.
+        log: what the compiler said; empty where it was not run.
         compiler: NVRTC's version.
+        origin: the installed package, the user's cache, or NVRTC now.
     """
 
     code: bytes
     log: str
     compiler: tuple[int, int]
+    origin: Literal["package", "cache", "nvrtc"] = "nvrtc"
 
 
-def cubin(name: str, arch: str) -> Cubin:
-    """Machine code of ``csrc/<name>.cu``, from the cache or from NVRTC.
+def digest(source: bytes, arch: str) -> str:
+    """Of all that machine code depends on but the compiler's version."""
+    return cache.digest(source, arch, *OPTIONS)
+
+
+def cubin(name: str, arch: str, *, use_packaged: bool = True) -> Cubin:
+    """Machine code of ``csrc/<name>.cu``: what the package brings, else the cache, else NVRTC.
+
+    Args:
+        name: of the source.
+        arch: as NVRTC names it.
+        use_packaged: ``False`` where the driver would not have the package's.
 
     Raises:
-        KernelBuildError: the source does not compile, or NVRTC is missing.
+        KernelBuildError: the source does not compile, or there is nothing to compile it with.
     """
     path = source_directory() / f"{name}.cu"
     source = read_source(path)
-    version = nvrtc_version()
+    if use_packaged and (found := _packaged(path, source, arch)) is not None:
+        return found
+    try:
+        version = nvrtc_version()
+    except KernelBuildError as error:
+        raise KernelBuildError(
+            f"{path.name} for {arch}: NVRTC, which would compile it, was not found, and this "
+            f"installation has no machine code for {arch} that could be used instead; a CUDA build "
+            f"of torch brings NVRTC, or {INSTALL_NVRTC}"
+        ) from error
     key = cache.digest(source, arch, *OPTIONS, repr(version))
     entry = f"{name}-{arch}-{key}.cubin"
     code = cache.read(entry)
@@ -112,7 +155,32 @@ def cubin(name: str, arch: str) -> Cubin:
                 built = compile_source(source, path.name, arch)
                 cache.write(entry, built.code)
                 return built
-    return Cubin(code, "", version)
+    return Cubin(code, "", version, "cache")
+
+
+def _packaged(path: Path, source: bytes, arch: str) -> Cubin | None:
+    directory = path.parent / packaged.DIRECTORY
+    manifest = packaged.manifest(directory)
+    if manifest is None:
+        return None
+    entry = manifest.find(digest(source, arch))
+    code = None if entry is None else packaged.read(directory, entry)
+    return None if code is None else Cubin(code, "", manifest.nvrtc, "package")
+
+
+def packaged_nvrtc(arch: str) -> tuple[int, int] | None:
+    """The NVRTC that the package's machine code is of; ``None`` where any source's is missing.
+
+    Raises:
+        KernelBuildError: the sources are not to be found.
+    """
+    version = None
+    for path in source_directory().glob("*.cu"):
+        found = _packaged(path, read_source(path), arch)
+        if found is None:
+            return None
+        version = found.compiler
+    return version
 
 
 class _Nvrtc:
@@ -122,14 +190,14 @@ class _Nvrtc:
         errors = []
         for candidate in _library_candidates():
             try:
-                self._library = ctypes.CDLL(candidate)
+                self._library = _load(candidate)
                 break
             except OSError as error:
                 errors.append(str(error))
         else:
             raise KernelBuildError(
                 "NVRTC, which compiles the CUDA kernels, was not found. CUDA builds of torch bring "
-                "it; otherwise: pip install nvidia-cuda-nvrtc. " + "; ".join(errors)
+                f"it; otherwise: {INSTALL_NVRTC}. " + "; ".join(errors)
             )
 
     def call(self, function: str, *arguments: object) -> None:
@@ -147,17 +215,42 @@ class _Nvrtc:
         return buffer.raw
 
 
+def _load(library: str) -> ctypes.CDLL:
+    # Wheels of NVRTC 13.0 do not look for their second library beside the first; where it is loaded
+    # by then, they find it.
+    if os.path.isabs(library):
+        for beside in sorted(Path(library).parent.glob("libnvrtc-builtins.so.*")):
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(beside))
+    return ctypes.CDLL(library)
+
+
+def wheel_libraries(entries: Iterable[str]) -> Iterator[str]:
+    """NVRTC in NVIDIA's wheels below these directories, of whichever CUDA."""
+    for entry in entries:
+        for found in sorted(Path(entry).glob("nvidia/*/lib/libnvrtc.so.*"), reverse=True):
+            yield str(found)
+
+
+_chosen: list[str] = []
+
+
+def use_nvrtc(library: Path) -> None:
+    """Compile with this NVRTC and no other. For a process that has compiled nothing yet."""
+    _chosen[:] = [str(library)]
+
+
 def _library_candidates() -> Iterator[str]:
+    if _chosen:
+        yield from _chosen
+        return
     with contextlib.suppress(Exception):  # not there, or it finds none: its errors are many
         from cuda.pathfinder import load_nvidia_dynamic_lib
 
         path = load_nvidia_dynamic_lib("nvrtc").abs_path
         if path:
             yield path
-    for entry in sys.path:  # wheels beside torch, of whichever CUDA it was built for
-        for found in sorted(Path(entry).glob("nvidia/*/lib/libnvrtc.so.*"), reverse=True):
-            if "builtins" not in found.name:
-                yield str(found)
+    yield from wheel_libraries(sys.path)  # beside torch, of the CUDA that it was built for
     for major in (13, 12):
         yield f"libnvrtc.so.{major}"
 
@@ -177,6 +270,14 @@ def nvrtc_version() -> tuple[int, int]:
     major, minor = ctypes.c_int(), ctypes.c_int()
     _nvrtc().call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
     return major.value, minor.value
+
+
+def _knows(arch: str) -> bool:
+    count = ctypes.c_int()
+    _nvrtc().call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
+    numbers = (ctypes.c_int * count.value)()
+    _nvrtc().call("nvrtcGetSupportedArchs", numbers)
+    return arch.rstrip("a") in {f"sm_{number}" for number in numbers}
 
 
 def compile_source(
@@ -202,6 +303,8 @@ def compile_source(
         text = log.rstrip(b"\0").decode(errors="replace").strip()
         if failure is not None:
             version = ".".join(map(str, nvrtc_version()))
+            if not _knows(arch):
+                failure = KernelBuildError(f"it knows no {arch}; a newer one may: {INSTALL_NVRTC}")
             raise KernelBuildError(f"{name} for {arch} with NVRTC {version}: {failure}\n{text}")
         code = nvrtc.text("nvrtcGetCUBINSize", "nvrtcGetCUBIN", program)
         return Cubin(code, text, nvrtc_version())

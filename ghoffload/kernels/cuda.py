@@ -136,6 +136,10 @@ def _describe(driver: Any, status: Any) -> str:
     return f"{(name or b'?').decode()}: {(text or b'?').decode()}"
 
 
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
 class _Current:
     """Makes a context current and restores the one before; nothing where it already is."""
 
@@ -206,15 +210,33 @@ class _Device:
     def module(self, source: str) -> Any:
         with self._lock:
             if source not in self._modules:
-                cubin = build.cubin(source, build.architecture(*self.capability))
-                version = ".".join(map(str, cubin.compiler))
+                arch = build.architecture(*self.capability)
+                cubin = build.cubin(source, arch)
                 with self.current():
+                    result = self.driver.cuModuleLoadData(cubin.code)
+                    if int(result[0]) != 0 and cubin.origin == "package":
+                        refused = _describe(self.driver, result[0])
+                        cubin = self._compiled_here(source, arch, cubin, refused)
+                        result = self.driver.cuModuleLoadData(cubin.code)
                     self._modules[source] = self._check(
-                        self.driver.cuModuleLoadData(cubin.code),
-                        f"loading {source}.cu (built by NVRTC {version}, which needs a driver of "
-                        "its CUDA major version or newer)",
+                        result,
+                        f"loading {source}.cu (built by NVRTC {_dotted(cubin.compiler)}, which "
+                        "needs a driver of its CUDA major version or newer)",
                     )
             return self._modules[source]
+
+    def _compiled_here(
+        self, source: str, arch: str, packaged: build.Cubin, refused: str
+    ) -> build.Cubin:
+        """What takes the place of packaged code that the driver will not load, as an older one."""
+        try:
+            return build.cubin(source, arch, use_packaged=False)
+        except KernelBuildError as error:
+            raise KernelBuildError(
+                f"loading the packaged {source}.cu (built by NVRTC {_dotted(packaged.compiler)}, "
+                f"which needs a driver of its CUDA major version or newer) on cuda:{self._index} "
+                f"failed: {refused}; and it could not be compiled here: {error}"
+            ) from error
 
     def function(self, source: str, kernel: str) -> Any:
         found = self._functions.get((source, kernel))

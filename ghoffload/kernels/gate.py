@@ -5,12 +5,16 @@ holds it against ``csrc/manifest.json``: for each kernel the most registers, the
 have and those it must not have. No kernel may use a stack, local memory (LDL, STL) or generic loads
 and stores (the compiler lost track of where a pointer points). Exit code 1, one line a finding.
 
+``--nvrtc LIBRARY`` compiles with that NVRTC. Each source is compiled in a process of its own, which
+is ended after two minutes: a compiler may not come back.
+
 Needs NVRTC, cuobjdump and nvdisasm (wheels nvidia-cuda-nvrtc, nvidia-cuda-cuobjdump,
 nvidia-cuda-nvdisasm, or a CUDA toolkit on PATH).
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shutil
@@ -23,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ghoffload.errors import KernelBuildError
-from ghoffload.kernels import build
+from ghoffload.kernels import build, compiling
 
 ARCHITECTURE = "sm_90a"
 _FORBIDDEN = ("LDL", "STL", "LD", "ST")
@@ -46,11 +50,18 @@ class Compiled:
     opcodes: frozenset[str]
 
 
-def check(directory: Path) -> list[str]:
+def check(
+    directory: Path, *, nvrtc: Path | None = None, limit: float = compiling.LIMIT_SECONDS
+) -> list[str]:
     """Findings for every source in ``directory`` against its ``manifest.json``; empty is good.
 
+    Args:
+        directory: csrc.
+        nvrtc: the library to compile with; ``None`` takes what ``build`` finds.
+        limit: seconds for compiling one source.
+
     Raises:
-        KernelBuildError: a source does not compile, or a tool is missing.
+        KernelBuildError: a source does not compile in time, or a tool is missing.
     """
     manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
     sources = sorted(directory.glob("*.cu"))
@@ -58,8 +69,8 @@ def check(directory: Path) -> list[str]:
         f"manifest.json lists {name}, and there is no {name}.cu"
         for name in sorted(set(manifest) - {source.stem for source in sources})
     ]
-    for source in sources:
-        cubin = build.compile_source(build.read_source(source), source.name, ARCHITECTURE)
+    cubins = compiling.compile_all(sources, ARCHITECTURE, nvrtc=nvrtc, limit=limit)
+    for source, cubin in zip(sources, cubins, strict=True):
         findings += [
             f"{source.name}: the compiler warns of {code}: {cubin.log}"
             for code in _FATAL_WARNINGS
@@ -161,17 +172,21 @@ def _output(tool: str, option: str, path: Path) -> str:
     return done.stdout
 
 
-def _main() -> int:
+def _main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ghoffload.kernels.gate")
+    parser.add_argument("--nvrtc", type=Path, metavar="LIBRARY", help="compile with this one")
+    nvrtc = parser.parse_args(arguments).nvrtc
     try:
         directory = build.source_directory()
-        findings = check(directory)
+        findings = check(directory, nvrtc=nvrtc)
     except (KernelBuildError, OSError, ValueError) as error:
         findings = [str(error)]
     for finding in findings:
         print(finding, file=sys.stderr)
     if findings:
         return 1
-    print(f"gate: the kernels of {directory} keep to manifest.json")
+    by = "" if nvrtc is None else f", compiled by {nvrtc}"
+    print(f"gate: the kernels of {directory} keep to manifest.json{by}")
     return 0
 
 

@@ -137,6 +137,10 @@ class CudaMachine(Machine):
         return frozenset(kinds)
 
     @functools.cached_property
+    def compute_capability(self) -> tuple[int, int]:
+        return torch.cuda.get_device_capability(self.device)
+
+    @functools.cached_property
     def host_node(self) -> int | None:
         topology = probe()
         with_memory = [node for node in topology.host.cpu_nodes if node.total_bytes]

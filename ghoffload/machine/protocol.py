@@ -117,6 +117,11 @@ class Machine(abc.ABC):
         """
 
     @property
+    def compute_capability(self) -> tuple[int, int]:
+        """Of the GPU whose kernels run here; a virtual machine stands for a Hopper."""
+        return 9, 0
+
+    @property
     def host_node(self) -> int | None:
         """The NUMA node that host memory belongs on, where there are several; else ``None``."""
         return None

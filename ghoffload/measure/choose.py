@@ -10,11 +10,13 @@ Note [a margin]
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from ghoffload.config import OffloadConfig
+from ghoffload.kernels.build import BULK_COPIES
 from ghoffload.measure.rates import KernelRate, Rates
 
 MARGIN = 1.05
@@ -33,6 +35,10 @@ class HasMemoryKinds(Protocol):
     @property
     def memory_kinds(self) -> frozenset[str]:
         """Kinds that its kernels reach."""
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        """Of its GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +67,8 @@ def resolve(config: OffloadConfig, machine: HasMemoryKinds | None, rates: Rates 
         rates: as measured; ``None`` gives the defaults.
 
     Raises:
-        ValueError: the settings contradict one another.
+        ValueError: the settings contradict one another, or ask for an update in place of a GPU
+            that has no bulk copies.
     """
     if config.memory_kind in _IN_PLACE and config.transfer == "copy_engine":
         raise ValueError(
@@ -80,8 +87,19 @@ def resolve(config: OffloadConfig, machine: HasMemoryKinds | None, rates: Rates 
     reached = machine.memory_kinds if machine is not None else frozenset()
     on_cpu = machine is None or config.step_device == "cpu"
     rates = rates if rates is not None and not on_cpu else None
+    bound = None if machine is None or on_cpu else _no_updates_in_place(machine)
+    if bound is not None:
+        if config.memory_kind in _IN_PLACE or (
+            config.transfer == "kernel" and config.memory_kind != "device"
+        ):
+            raise ValueError(
+                "transfer='kernel' and memory_kind='managed' and 'system' update host state in "
+                f"place, and {bound}; use transfer='copy_engine' and memory_kind='pinned'"
+            )
+        if rates is not None:
+            rates = dataclasses.replace(rates, pinned=None, managed=None, system=None)
     kind, why_kind = _memory_kind(config, machine is not None, reached, rates)
-    way, why_way = _transfer(config, kind, on_cpu, rates)
+    way, why_way = _transfer(config, kind, on_cpu, rates, bound)
     ctas, why_ctas = _ctas(config, kind, rates)
     return Choice(
         memory_kind=kind,
@@ -89,6 +107,14 @@ def resolve(config: OffloadConfig, machine: HasMemoryKinds | None, rates: Rates 
         ctas=ctas,
         reasons={"memory_kind": why_kind, "transfer": why_way, "ctas": why_ctas},
     )
+
+
+def _no_updates_in_place(machine: HasMemoryKinds) -> str | None:
+    """Why a kernel cannot update host state where it lies; ``None`` where it can."""
+    if machine.compute_capability >= BULK_COPIES:
+        return None
+    least, got = (".".join(map(str, chip)) for chip in (BULK_COPIES, machine.compute_capability))
+    return f"that needs bulk copies (compute capability {least} or later), this GPU has {got}"
 
 
 def _memory_kind(
@@ -153,7 +179,7 @@ def _best_of_pinned(config: OffloadConfig, rates: Rates | None) -> float | None:
 
 
 def _transfer(
-    config: OffloadConfig, kind: Kind, on_cpu: bool, rates: Rates | None
+    config: OffloadConfig, kind: Kind, on_cpu: bool, rates: Rates | None, bound: str | None
 ) -> tuple[Way, str]:
     if config.transfer != "auto":
         return config.transfer, f"transfer={config.transfer!r} asks for it"
@@ -165,6 +191,8 @@ def _transfer(
         return "copy_engine", "from memory that is not pinned it blocks the host"
     if kind in _IN_PLACE:
         return "kernel", f"copy engines are slow on {kind} memory; the update runs in place"
+    if bound is not None:
+        return "copy_engine", f"a kernel would update state in place: {bound}"
     beside = "copy engines cost nothing beside compute"
     engine = rates.both if rates is not None else None
     kernel = rates.pinned.rate if rates is not None and rates.pinned is not None else None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ghoffload.kernels import bandwidth
+from ghoffload.kernels.build import BULK_COPIES
 from ghoffload.machine.cuda import CudaStream
 from ghoffload.measure.clock import Work
 from ghoffload.measure.raw import Raw
@@ -41,7 +42,7 @@ class Ends:
 
 def kernels_for(capability: tuple[int, int]) -> tuple[str, ...]:
     """Those of ``KERNELS`` that a device of this compute capability runs."""
-    return KERNELS if capability >= (9, 0) else KERNELS[:1]
+    return KERNELS if capability >= BULK_COPIES else KERNELS[:1]
 
 
 def lanes(direction: Direction) -> int:

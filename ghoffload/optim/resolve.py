@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from ghoffload import measure
 from ghoffload.config import OffloadConfig
+from ghoffload.errors import MachineUnavailableError
+from ghoffload.kernels.build import LEAST_CAPABILITY, too_old
 from ghoffload.machine.protocol import Machine
 from ghoffload.memory import require_reached
 
@@ -32,11 +34,17 @@ def resolve(machine: Machine | None, config: OffloadConfig) -> Resolved:
 
     Raises:
         ValueError: settings that exclude one another, or that the machine does not have.
+        MachineUnavailableError: the GPU is too old for the kernels.
     """
     if machine is None or config.step_device == "cpu":
         _check_host(machine, config)
         pinned = config.memory_kind in ("auto", "pinned") and config.pin_memory
         return Resolved(True, "pinned" if pinned and machine is not None else "system")
+    if machine.compute_capability < LEAST_CAPABILITY:
+        raise MachineUnavailableError(
+            f"a step on the GPU expects {too_old(*machine.compute_capability)}; "
+            "step_device='cpu' steps on the CPU"
+        )
     for kind in ("managed", "system"):
         if config.memory_kind == kind:
             require_reached(kind, machine)
