@@ -6,46 +6,14 @@ As tests/test_csrc_host.py, for kernels whose threads talk to each other.
 from __future__ import annotations
 
 import ctypes
-import re
-import shutil
-import subprocess
 
 import pytest
 import torch
-from test_csrc_host import ASSEMBLY, SHIM
+from csrc_on_cpu import ARITHMETIC, THREADS, WARP, library_of, translated
 from torch import Tensor
 
-from ghoffload.kernels import build, coding, cuda
+from ghoffload.kernels import coding, cuda
 
-# The lanes of a warp are 32 threads that meet where the warp reduces.
-WARP = """
-#include <pthread.h>
-#include <thread>
-#include <vector>
-static pthread_barrier_t barrier;
-static unsigned meeting[32];
-static float __fsub_rn(float x, float y) { return x - y; }
-static unsigned __reduce_max_sync(unsigned, unsigned x) {
-    meeting[threadIdx.x % 32] = x;
-    pthread_barrier_wait(&barrier);
-    unsigned most = 0;
-    for (unsigned y : meeting) most = y > most ? y : most;
-    pthread_barrier_wait(&barrier);
-    return most;
-}
-template <typename Kernel>
-static void run(unsigned blocks, unsigned threads, Kernel kernel) {
-    pthread_barrier_init(&barrier, nullptr, 32);
-    std::vector<std::thread> lanes;
-    for (unsigned lane = 0; lane < 32; ++lane)
-        lanes.emplace_back([=] {
-            for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
-                for (threadIdx.x = lane; threadIdx.x < threads; threadIdx.x += 32) kernel();
-        });
-    for (std::thread& lane : lanes) lane.join();
-    pthread_barrier_destroy(&barrier);
-}
-"""
 ENCODE = ("const char*", "u8*", "float*", "i64", "u32")
 DECODE = ("const u8*", "const float*", "char*", "i64", "u32")
 CAST = ("const float*", "u16*", "i64", "u64", "u32", "u32")
@@ -63,14 +31,6 @@ extern "C" void run_{kernel}(void** parameters, unsigned blocks, unsigned thread
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler: neither g++ nor clang++ is on PATH")
-    source = build.read_source(build.source_directory() / "coding.cu").decode()
-    for pattern, replacement in ASSEMBLY.items():
-        source = re.sub(pattern, replacement, source)
-    shim = SHIM.replace("static Index blockIdx", "static thread_local Index blockIdx")
-    assert shim != SHIM
     kernels = [
         f"{way}_{code}_{dtype}"
         for way in ("encode", "decode")
@@ -78,17 +38,15 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         for dtype in ("fp32", "bf16", "fp16")
     ]
     kernels.append("stochastic_cast")
-    path = tmp_path_factory.mktemp("coding") / "coding.cpp"
-    path.write_text(
-        "\n".join([shim, WARP, source, "using namespace coding;", *map(launcher, kernels)]),
-        encoding="utf-8",
+    return library_of(
+        tmp_path_factory.mktemp("coding") / "coding",
+        THREADS,
+        ARITHMETIC,
+        WARP,
+        translated("coding"),
+        "using namespace coding;",
+        *map(launcher, kernels),
     )
-    shared = path.with_suffix(".so")
-    options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-pthread"]
-    subprocess.run(
-        [compiler, *options, "-shared", "-fPIC", "-o", str(shared), str(path)], check=True
-    )
-    return ctypes.CDLL(str(shared))
 
 
 @pytest.fixture

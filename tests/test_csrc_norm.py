@@ -8,57 +8,22 @@ from __future__ import annotations
 
 import ctypes
 import math
-import re
-import shutil
-import subprocess
 from collections.abc import Callable
 
 import pytest
 import torch
+from csrc_on_cpu import ARITHMETIC, THREADS, library_of, translated
 from test_kernels_norm import DTYPES, NORMS, ORDERS, RESULTS, bits, mixed, norm, ordered
 from torch import Tensor
 
-from ghoffload.kernels import build, cuda, norm_cuda, norm_host
+from ghoffload.kernels import cuda, norm_cuda, norm_host
 from ghoffload.machine.protocol import Launch
 
-SHIM = """
-#include <cmath>
-#include <cstring>
+BLOCK = """
 #include <pthread.h>
 #include <thread>
 #include <vector>
-#define __device__
-#define __global__
-#define __forceinline__ inline
-#define __grid_constant__
-#define __launch_bounds__(...)
 #define __shared__ static
-struct Index { unsigned x; };
-static thread_local Index blockIdx, threadIdx;
-struct uint2 { unsigned x, y; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
-struct alignas(16) float4 { float x, y, z, w; };
-static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
-static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-static float __uint_as_float(unsigned b) { float x; memcpy(&x, &b, 4); return x; }
-static unsigned __float_as_uint(float x) { unsigned b; memcpy(&b, &x, 4); return b; }
-static float __fmul_rn(float x, float y) { return x * y; }
-static float __fadd_rn(float x, float y) { return x + y; }
-static float __fsub_rn(float x, float y) { return x - y; }
-static float __fdiv_rn(float x, float y) { return x / y; }
-static float __fsqrt_rn(float x) { return sqrtf(x); }
-static float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
-static double __fma_rn(double x, double y, double z) { return fma(x, y, z); }
-static double __dadd_rn(double x, double y) { return x + y; }
-static double __ddiv_rn(double x, double y) { return x / y; }
-static double __dsqrt_rn(double x) { return sqrt(x); }
-static float f16_to_f32(unsigned h) {
-    int exponent = h >> 10 & 31, mantissa = h & 1023;
-    float x = exponent == 31 ? (mantissa ? NAN : INFINITY)
-            : exponent ? ldexpf(1024 + mantissa, exponent - 25) : ldexpf(mantissa, -24);
-    return h & 0x8000 ? -x : x;
-}
 static pthread_barrier_t whole_block, warp_barriers[32];
 static double exchanged[1024];
 static void __syncthreads() { pthread_barrier_wait(&whole_block); }
@@ -100,23 +65,13 @@ KERNELS = {
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler: neither g++ nor clang++ is on PATH")
-    source = build.read_source(build.source_directory() / "norm.cu").decode()
-    source = re.sub(r'asm\("cvt\.f32\.f16[^;]*;[^;]*;', "x = f16_to_f32(bits);", source)
-    source = re.sub(r'asm\("cvt\.rn\.f16\.f32[^;]*;[^;]*;', "half = 0;", source)  # not used here
     entries = "\n".join(
         f'extern "C" void run_{kernel}(void* argument, unsigned blocks, unsigned threads) {{'
         f" run({kernel}, *({type_}*)argument, blocks, threads); }}"
         for kernel, type_ in KERNELS.items()
     )
-    path = tmp_path_factory.mktemp("norm") / "norm.cpp"
-    path.write_text(f"{SHIM}\n{source}\n{entries}", encoding="utf-8")
-    options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-pthread"]
-    output = path.with_suffix(".so")
-    subprocess.run([compiler, *options, "-shared", "-fPIC", "-o", output, path], check=True)
-    return ctypes.CDLL(str(output))
+    path = tmp_path_factory.mktemp("norm") / "norm"
+    return library_of(path, THREADS, ARITHMETIC, BLOCK, translated("norm"), entries)
 
 
 @pytest.fixture

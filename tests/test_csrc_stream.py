@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_csrc_host import ARITHMETIC, ASSEMBLY
+from csrc_on_cpu import ARITHMETIC, library_of, translated
 
 from ghoffload.errors import KernelBuildError
-from ghoffload.kernels import adam, adam_cuda, adam_stream_cuda, build, cuda, golden
+from ghoffload.kernels import adam, adam_cuda, adam_stream_cuda, cuda, golden
 from ghoffload.kernels.adam_cuda import Operands
 from ghoffload.kernels.adam_stream_cuda import Shape
 from ghoffload.machine.protocol import Launch
@@ -32,12 +30,7 @@ VARIANTS = {
 
 
 def compile_for_host(name: str, directory: Path) -> ctypes.CDLL:
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler: neither g++ nor clang++ is on PATH")
-    source = build.read_source(build.source_directory() / f"{name}.cu").decode()
-    for pattern, replacement in ASSEMBLY.items():
-        source = re.sub(pattern, replacement, source)
+    source = translated(name)
     header = r'#line \d+ "bulk\.cuh"\n(?:(?!#line).*\n)*'  # the shim has its own
     source, headers = re.subn(header, "", source)
     source, arrays = re.subn(r"extern __shared__ .*? stages\[\];", "", source)
@@ -54,14 +47,7 @@ extern "C" void run_adam_stream_{size}{variant}(
         for variant in VARIANTS[name]
     )
     shim = (Path(__file__).parent / "stream_shim.h").read_text()
-    path = directory / f"{name}.cpp"
-    path.write_text(f"{shim}{ARITHMETIC}\n{source}\n{launchers}", encoding="utf-8")
-    library = path.with_suffix(".so")
-    options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-pthread"]
-    subprocess.run(
-        [compiler, *options, "-shared", "-fPIC", "-o", str(library), str(path)], check=True
-    )
-    return ctypes.CDLL(str(library))
+    return library_of(directory / name, shim, ARITHMETIC, source, launchers)
 
 
 @pytest.fixture(scope="module")
