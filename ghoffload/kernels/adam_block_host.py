@@ -7,21 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from ghoffload.kernels.adam_host import BF16, FP32
+from ghoffload.kernels.elements_host import (
+    MASTERS,
+    SPLIT_MASTER,
+    load_number,
+    load_weight,
+    moved,
+    new_moments,
+    store_weight,
+)
 from ghoffload.kernels.floats import (
     bits,
-    canonical,
-    fma,
-    from_bfloat16,
-    from_float16,
     load8,
-    load16,
     load32,
     store8,
-    store16,
     store32,
-    to_bfloat16,
-    to_float16,
 )
 from ghoffload.kernels.formats import BLOCK
 from ghoffload.kernels.jit import compiled
@@ -43,6 +43,7 @@ from ghoffload.kernels.moments_host import (
     magnitude,
     random_of,
 )
+from ghoffload.kernels.pieces import ITEM_SIZES
 from ghoffload.kernels.prepare import (
     BETA1,
     BETA2,
@@ -58,7 +59,6 @@ from ghoffload.kernels.prepare import (
     STEP,
 )
 from ghoffload.kernels.random_host import random_bits
-from ghoffload.kernels.split_host import join, lower_part, upper_part
 
 
 @lru_cache(None)
@@ -68,13 +68,9 @@ def update_rows(weight_code: int, grad_code: int, master: str) -> Any:
     Two arguments more at the end: the addresses of ``exp_avg_scale`` and ``exp_avg_sq_scale``.
     Offsets and starts are multiples of ``BLOCK``.
     """
-    weight32 = weight_code == FP32
-    weight_bf16 = weight_code == BF16
-    grad32 = grad_code == FP32
-    grad_bf16 = grad_code == BF16
-    has_master = master == "fp32"
-    split = master == "split"
-    master_bytes = 2 if split else 4
+    kept = MASTERS[master]
+    master_bytes = 2 if kept == SPLIT_MASTER else 4
+    weight_size, grad_size = int(ITEM_SIZES[weight_code]), int(ITEM_SIZES[grad_code])
 
     def kernel(  # type: ignore[no-untyped-def]
         rows, scalars, exp_avg, exp_avg_sq, max_exp_avg_sq, master, exp_avg_scale, exp_avg_sq_scale
@@ -95,7 +91,6 @@ def update_rows(weight_code: int, grad_code: int, master: str) -> Any:
             )
             beta1, not_beta1, beta2, not_beta2 = s[BETA1], s[NOT_BETA1], s[BETA2], s[NOT_BETA2]
             key = bits(s[KEY])
-            weight_size, grad_size = 4 if weight32 else 2, 4 if grad32 else 2
             blocks = (rows[r, 2] + BLOCK - 1) // BLOCK
             for b in range(blocks):
                 first = b * BLOCK
@@ -108,53 +103,21 @@ def update_rows(weight_code: int, grad_code: int, master: str) -> Any:
                 m_scale, v_scale = load32(exp_avg_scale, block), load32(exp_avg_sq_scale, block)
                 m_top, root_top = np.uint32(0), np.uint32(0)
                 for i in range(count):
-                    if weight32:
-                        p = load32(weight, i)
-                    else:
-                        weight_bits = load16(weight, i)
-                        if split:
-                            p = join(weight_bits, load16(master_base, i))
-                        elif weight_bf16:
-                            p = from_bfloat16(weight_bits)
-                        else:
-                            p = from_float16(weight_bits)
-                    if has_master:
-                        kept = load32(master_base, i)
-                        if weight_bf16:
-                            p = kept if to_bfloat16(kept) == weight_bits else p
-                        else:
-                            p = kept if to_float16(kept) == weight_bits else p
-                    if grad32:
-                        g = load32(grad, i)
-                    elif grad_bf16:
-                        g = from_bfloat16(load16(grad, i))
-                    else:
-                        g = from_float16(load16(grad, i))
+                    p = load_weight(weight_code, kept, weight, master_base, i)
+                    g = load_number(grad_code, grad, i)
                     m = decode_exp_avg(load8(m_base, i), m_scale)
                     v = decode_exp_avg_sq(load8(v_base, i), v_scale)
 
-                    g = g * factor
-                    g = fma(decay, p, g) if decay != 0 else g
-                    p = p * keep
-                    m = fma(not_beta1, g, beta1 * m)
-                    v = fma(not_beta2 * g, g, beta2 * v)
+                    p, m, v = new_moments(
+                        p, g, m, v, factor, decay, keep, beta1, not_beta1, beta2, not_beta2
+                    )
                     root_v = np.sqrt(v)
-                    p = fma(step, m / (root_v / root + eps), p)
+                    p = moved(p, m, root_v, root, eps, step)
+                    store_weight(weight_code, kept, weight, master_base, i, p)
 
                     m, root_v = codable_exp_avg(m), codable_root(root_v)
                     m_new[i], root_new[i] = m, root_v
                     m_top, root_top = max(m_top, magnitude(m)), max(root_top, magnitude(root_v))
-                    if has_master:
-                        store32(master_base, i, canonical(p))
-                    if weight32:
-                        store32(weight, i, canonical(p))
-                    elif split:
-                        store16(weight, i, upper_part(p))
-                        store16(master_base, i, lower_part(p))
-                    elif weight_bf16:
-                        store16(weight, i, to_bfloat16(p))
-                    else:
-                        store16(weight, i, to_float16(p))
                 m_scale = block_scale(m_top, TINY, EXP_AVG_TOP, LEAST_EXP_AVG_SCALE)
                 v_scale = block_scale(root_top, NOTHING, EXP_AVG_SQ_TOP, LEAST_EXP_AVG_SQ_SCALE)
                 store32(exp_avg_scale, block, m_scale)

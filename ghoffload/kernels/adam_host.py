@@ -43,18 +43,23 @@ from typing import Any
 
 import numpy as np
 
+from ghoffload.kernels.elements_host import (
+    MASTERS,
+    SPLIT_MASTER,
+    load_number,
+    load_weight,
+    moved,
+    new_moments,
+    store_weight,
+)
 from ghoffload.kernels.floats import (
     bits,
     canonical,
-    fma,
     from_bfloat16,
-    from_float16,
     load16,
     load32,
     store16,
     store32,
-    to_bfloat16,
-    to_float16,
 )
 from ghoffload.kernels.jit import compiled
 from ghoffload.kernels.prepare import (
@@ -72,9 +77,7 @@ from ghoffload.kernels.prepare import (
     STEP,
 )
 from ghoffload.kernels.random_host import random_bits, stochastic_bfloat16
-from ghoffload.kernels.split_host import join, lower_part, upper_part
 
-FP32, BF16, FP16 = range(3)
 LOWER_HALF, UPPER_HALF = np.uint32(0xFFFF), np.uint32(16)
 
 
@@ -87,15 +90,10 @@ def update_rows(weight_code: int, grad_code: int, master: str, moments: str, ams
     ``exp_avg``, ``exp_avg_sq``, ``max_exp_avg_sq`` and ``master`` or ``rest`` (0 where there is
     none). ``master`` is "none", "fp32" or "split", ``moments`` "fp32" or "bf16".
     """
-    weight32 = weight_code == FP32
-    weight_bf16 = weight_code == BF16
-    grad32 = grad_code == FP32
-    grad_bf16 = grad_code == BF16
-    has_master = master == "fp32"
-    split = master == "split"
+    kept = MASTERS[master]
     moments32 = moments == "fp32"
     moment_bytes = 4 if moments32 else 2
-    master_bytes = 2 if split else 4
+    master_bytes = 2 if kept == SPLIT_MASTER else 4
 
     def kernel(rows, scalars, exp_avg, exp_avg_sq, max_exp_avg_sq, master):  # type: ignore[no-untyped-def]
         for r in range(rows.shape[0]):
@@ -117,38 +115,16 @@ def update_rows(weight_code: int, grad_code: int, master: str, moments: str, ams
             beta1, not_beta1, beta2, not_beta2 = s[BETA1], s[NOT_BETA1], s[BETA2], s[NOT_BETA2]
             key = bits(s[KEY])
             for i in range(count):
-                if weight32:
-                    p = load32(weight, i)
-                else:
-                    weight_bits = load16(weight, i)
-                    if split:
-                        p = join(weight_bits, load16(master_base, i))
-                    elif weight_bf16:
-                        p = from_bfloat16(weight_bits)
-                    else:
-                        p = from_float16(weight_bits)
-                if has_master:
-                    kept = load32(master_base, i)
-                    if weight_bf16:
-                        p = kept if to_bfloat16(kept) == weight_bits else p
-                    else:
-                        p = kept if to_float16(kept) == weight_bits else p
-                if grad32:
-                    g = load32(grad, i)
-                elif grad_bf16:
-                    g = from_bfloat16(load16(grad, i))
-                else:
-                    g = from_float16(load16(grad, i))
+                p = load_weight(weight_code, kept, weight, master_base, i)
+                g = load_number(grad_code, grad, i)
                 if moments32:
                     m, v = load32(m_base, i), load32(v_base, i)
                 else:
                     m, v = from_bfloat16(load16(m_base, i)), from_bfloat16(load16(v_base, i))
 
-                g = g * factor
-                g = fma(decay, p, g) if decay != 0 else g
-                p = p * keep
-                m = fma(not_beta1, g, beta1 * m)
-                v = fma(not_beta2 * g, g, beta2 * v)
+                p, m, v = new_moments(
+                    p, g, m, v, factor, decay, keep, beta1, not_beta1, beta2, not_beta2
+                )
                 if moments32:
                     store32(m_base, i, canonical(m))
                     store32(v_base, i, canonical(v))
@@ -160,18 +136,7 @@ def update_rows(weight_code: int, grad_code: int, master: str, moments: str, ams
                     vmax = load32(vmax_base, i)
                     v = v if v > vmax or v != v else vmax
                     store32(vmax_base, i, canonical(v))
-                p = fma(step, m / (np.sqrt(v) / root + eps), p)
-
-                if has_master:
-                    store32(master_base, i, canonical(p))
-                if weight32:
-                    store32(weight, i, canonical(p))
-                elif split:
-                    store16(weight, i, upper_part(p))
-                    store16(master_base, i, lower_part(p))
-                elif weight_bf16:
-                    store16(weight, i, to_bfloat16(p))
-                else:
-                    store16(weight, i, to_float16(p))
+                p = moved(p, m, np.sqrt(v), root, eps, step)
+                store_weight(weight_code, kept, weight, master_base, i, p)
 
     return compiled(kernel)

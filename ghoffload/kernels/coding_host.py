@@ -31,32 +31,27 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import types
 
+from ghoffload.kernels.coding import BLOCK
 from ghoffload.kernels.floats import (
-    _accessors,
     bits,
     canonical,
     from_bfloat16,
     from_bits,
     from_float16,
+    load8,
     load16,
     load32,
+    store8,
     store16,
     store32,
     to_bfloat16,
     to_float16,
 )
 from ghoffload.kernels.jit import compiled
+from ghoffload.kernels.pieces import BF16, FP32
 from ghoffload.kernels.random_host import random_bits, stochastic_bfloat16
 
-BLOCK = 128
-"""Elements that share a scale."""
-
-FP32, BF16, FP16 = range(3)
-
-load8, store8 = _accessors(types.uint8, ir.IntType(8))
 _u32 = np.uint32
 _MAGNITUDE = _u32(0x7FFFFFFF)
 _INFINITY = _u32(0x7F800000)

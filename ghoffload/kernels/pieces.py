@@ -18,8 +18,9 @@ _LEAST_ROW, _MOST_ROW = 1 << 15, 1 << 20
 # Columns of a table.
 TENSOR, START, COUNT, OFFSET, SCALARS_ROW, FIRST = range(6)
 
-_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FP32, BF16, FP16 = range(3)
 """dtype codes shared with csrc."""
+_CODES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 ITEM_SIZES = np.array([4, 2, 2], dtype=np.int64)
 
 
