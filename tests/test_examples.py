@@ -15,7 +15,10 @@ EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("[!_]*.py"))
 PROGRAMS = [name for name in EXAMPLES if not name.startswith("benchmark_")]
 BENCHMARKS = [name for name in EXAMPLES if name.startswith("benchmark_")]
 # Whole experiments by default: here only a few steps of them.
-WORDS = {"loss_noise.py": ["--preset", "tiny", "--steps", "6", "--runs", "1"]}
+WORDS = {
+    "loss_noise.py": ["--preset", "tiny", "--steps", "6", "--runs", "1"],
+    "moment_codes.py": ["--quick"],
+}
 
 
 def run(name: str, *words: str) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import mmap
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -387,3 +389,33 @@ def test_a_forked_child_neither_crashes_nor_gives_back(pin: bool, seen: str) -> 
         "unregistered True",
     ]
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize(("host_node", "node"), [(None, None), (3, None), (3, 1)])
+def test_memory_prefers_the_node_near_the_device_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, machine: FakeMachine, host_node: int | None, node: int | None
+) -> None:
+    asked: list[tuple[str, int | None]] = []
+
+    @contextlib.contextmanager
+    def policy(name: str, wanted: int | None) -> Iterator[None]:
+        asked.append((name, wanted))
+        yield
+
+    monkeypatch.setattr(arena.numa, "placed_on", lambda n: policy("bind", n))
+    monkeypatch.setattr(arena.numa, "preferring", lambda n: policy("prefer", n))
+    monkeypatch.setattr(arena.numa, "bind", lambda address, nbytes, n: asked.append(("range", n)))
+    confirmed: list[tuple[int, bool]] = []
+    monkeypatch.setattr(
+        arena.numa, "confirm", lambda a, n, wanted, owner, quiet: confirmed.append((wanted, quiet))
+    )
+    machine.host_node = host_node  # type: ignore[assignment]
+    monkeypatch.setattr(
+        machine, "register_host", lambda address, nbytes, pin, node: pin, raising=True
+    )
+    monkeypatch.setattr(machine, "unregister_host", lambda address: None)
+    made(4096, machine, **({} if node is None else {"node": node})).close()
+    near = host_node if node is None else None
+    assert asked == [("bind", node), ("prefer", near)] + [("range", node)] * (node is not None)
+    wanted = near if node is None else node
+    assert confirmed == ([] if wanted is None else [(wanted, node is None)])

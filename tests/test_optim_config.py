@@ -10,6 +10,7 @@ import pytest
 import torch
 from optim_tools import Place, everywhere, parameters, same_weights, train
 
+import ghoffload
 from ghoffload import OffloadAdam, OffloadAdamW, OffloadConfig
 from ghoffload.config import parse_bytes
 from ghoffload.kernels import pool
@@ -183,3 +184,27 @@ def test_torchs_default_device_is_not_ours() -> None:
         p.grad = torch.ones_like(p)
     plain.step()
     assert same_weights(ours[:-2], theirs)
+
+
+@pytest.mark.parametrize(
+    ("fields", "measured"),
+    [
+        ({}, True),
+        ({"transfer": "kernel"}, True),
+        ({"transfer": "kernel", "ctas": 3}, True),
+        ({"transfer": "kernel", "ctas": 3, "memory_kind": "pinned"}, False),
+        ({"transfer": "copy_engine", "memory_kind": "pinned"}, False),
+        ({"memory_kind": "managed", "ctas": 3, "transfer": "kernel"}, False),
+        ({"memory_kind": "device"}, False),
+        ({"step_device": "cpu"}, False),
+    ],
+    ids=str,
+)
+def test_the_link_is_measured_only_where_something_depends_on_it(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], measured: bool
+) -> None:
+    asked = []
+    monkeypatch.setattr("ghoffload.measure.rates_of", asked.append)
+    with ghoffload.use_machine("virtual") as machine:
+        OffloadAdamW(parameters((8,)), config=fields)
+    assert asked == [machine] * measured

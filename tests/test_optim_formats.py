@@ -293,3 +293,34 @@ def test_random_rounding_repeats_and_differs_between_parameters() -> None:
     assert snapshot(first) == snapshot(run())
     one, other = first.state.values()
     assert raw(one["exp_avg"]) != raw(other["exp_avg"])
+
+
+def test_the_random_numbers_of_a_parameter_follow_its_place_in_the_optimizer() -> None:
+    """However the parameters were planned: all at once, or a group that came later."""
+
+    def run(later: bool) -> list[bytes]:
+        values = parameters((5000,), dtype=torch.bfloat16)[0].detach()
+        params = [torch.nn.Parameter(values.clone()) for _ in range(3)]
+        optimizer = OffloadAdamW(params[: 1 if later else 3], config={"moments": "bf16"})
+        if later:
+            optimizer.add_param_group({"params": params[1:]})
+        grad = torch.randn(5000, generator=torch.Generator().manual_seed(1)).bfloat16()
+        for _ in range(2):
+            for p in params:
+                p.grad = grad.clone()
+            optimizer.step()
+        return [raw(optimizer.state[p]["exp_avg"]) for p in params]
+
+    together = run(later=False)
+    assert len(set(together)) == 3
+    assert run(later=True) == together
+
+
+def test_deleting_a_coded_entry_leaves_no_scales() -> None:
+    (p,) = parameters((5000,), dtype=torch.bfloat16)
+    optimizer = OffloadAdamW([p], config={"moments": "int8"})
+    train(optimizer, steps=1)
+    del optimizer.state[p]["exp_avg_sq"]
+    native = optimizer.state_dict(native=True)["state"][0]
+    assert not native["exp_avg_sq_scale"].any()
+    assert native["exp_avg_scale"].any()

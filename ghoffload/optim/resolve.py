@@ -50,9 +50,11 @@ def resolve(machine: Machine | None, config: OffloadConfig) -> Resolved:
             require_reached(kind, machine)
     measure.resolve(config, machine, None)  # what contradicts itself is not worth a measurement
     open_kind = config.memory_kind == "auto" and config.pin_memory
-    open_way = config.memory_kind != "device" and config.transfer == "auto"
+    open_way = config.transfer == "auto"
     open_ctas = config.ctas == 0 and config.transfer != "copy_engine"
-    rates = measure.rates_of(machine) if open_kind or open_way or open_ctas else None
+    crosses = config.memory_kind != "device"  # or nothing depends on the link
+    measured = crosses and (open_kind or open_way or open_ctas)
+    rates = measure.rates_of(machine) if measured else None
     choice = measure.resolve(config, machine, rates)
     in_place = choice.transfer == "kernel" and choice.memory_kind != "device"
     return Resolved(False, choice.memory_kind, in_place, choice.ctas if in_place else 0)
