@@ -1,15 +1,13 @@
 // The update by ordinary loads and stores, for state in HBM or staged there.
 //
-// A thread has GROUPS groups of four elements and loads all of them before it computes: no loop, so
-// what hides the memory's latency is other blocks. With int8 moments a warp's group is one block of
-// codes.
+// A thread has four elements and loads all that it needs of them before it computes: no loop, so
+// what hides the memory's latency is other blocks. With int8 moments a warp has one block of codes.
 
 #include "some.cuh"
 
 constexpr u32 THREADS = 256;
-constexpr u32 GROUPS = 1;
-constexpr u32 CHUNK = 4 * THREADS * GROUPS;  // elements of one block; adam_cuda.py has the same
-constexpr u32 ANY = 3;                       // a dtype that only the piece knows
+constexpr u32 CHUNK = 4 * THREADS;  // elements of one block; adam_cuda.py has the same
+constexpr u32 ANY = 3;              // a dtype that only the piece knows
 
 // Streaming: each byte is used once.
 template <u32 BYTES>
@@ -38,32 +36,18 @@ __device__ __forceinline__ void store_four(char* at, const Four<BYTES>& four) {
         __stcs(reinterpret_cast<u32*>(at), four.word[0]);
 }
 
-// n of four elements, as one word where they are all there and aligned.
-template <u32 BYTES>
-__device__ __forceinline__ Four<BYTES> load(const char* base, i64 i, u32 n, bool whole) {
-    return whole ? load_four<BYTES>(base + BYTES * i) : load_some<BYTES>(base + BYTES * i, n);
-}
-
-template <u32 BYTES>
-__device__ __forceinline__ void store(char* base, i64 i, const Four<BYTES>& four, u32 n,
-                                      bool whole) {
-    if (whole)
-        store_four(base + BYTES * i, four);
-    else
-        store_some(base + BYTES * i, four, n);
-}
+// Four elements of a weight or gradient as they lie in memory.
+template <u32 CODE>
+using Number = Four<CODE == ANY || CODE == FP32 ? 4 : 2>;
 
 template <u32 CODE>
-__device__ __forceinline__ Four<CODE == ANY || CODE == FP32 ? 4 : 2> load_number(const char* base,
-                                                                                 i64 i, u32 code,
-                                                                                 u32 n,
-                                                                                 bool whole) {
-    if constexpr (CODE == ANY) {
-        if (code == FP32) return load<4>(base, i, n, whole);
-        const Four<2> half = load<2>(base, i, n, whole);
-        return {{half.word[0], half.word[1], 0, 0}};
+__device__ __forceinline__ Number<CODE> load_number(const char* base, i64 i, u32 code) {
+    if constexpr (CODE != ANY) {
+        return load_four<CODE == FP32 ? 4 : 2>(base + (CODE == FP32 ? 4 : 2) * i);
     } else {
-        return load<CODE == FP32 ? 4 : 2>(base, i, n, whole);
+        if (code == FP32) return load_four<4>(base + 4 * i);
+        const Four<2> half = load_four<2>(base + 2 * i);
+        return {{half.word[0], half.word[1], 0, 0}};
     }
 }
 
@@ -75,71 +59,100 @@ __device__ __forceinline__ void unpack_number(u32 (&bits)[4], const Four<BYTES>&
         bits[j] = wide ? four.word[j % BYTES] : four.word[j / 2] >> (16 * (j & 1)) & 0xFFFFu;
 }
 
-// W and G are the dtypes of weights and gradients where they are known.
-template <u32 MASTER, u32 MOMENTS, bool AMSGRAD, u32 W, u32 G, u32 N>
-__device__ __forceinline__ void update_chunk(const Table<N>& t, const Piece& piece) {
-    const float* row = t.scalars + u64(piece.scalars_row) * SCALARS;
-    if (row[SKIP] != 0.0f) return;
-    constexpr u32 MOMENT = moment_bytes(MOMENTS), REST = master_bytes(MASTER);
-    const i64 offset = piece.offset;
-    char *exp_avg = t.exp_avg + MOMENT * offset, *exp_avg_sq = t.exp_avg_sq + MOMENT * offset;
-    char* max_exp_avg_sq = t.max_exp_avg_sq + 4 * offset;
-    char* master = t.master + REST * offset;
-    const u32 weight_code = W == ANY ? piece.weight_code : W;
-    const u32 grad_code = G == ANY ? piece.grad_code : G;
-    const i64 begin = i64(blockIdx.x - piece.first_chunk) * CHUNK;
-    const u64 start = piece.start | u64(piece.start_high) << 32;
+__device__ __forceinline__ void load_some_numbers(u32 (&bits)[4], const char* base, i64 i, u32 code,
+                                                  u32 n) {
+    if (code == FP32)
+        unpack_number(bits, load_some<4>(base + 4 * i, n), FP32);
+    else
+        unpack_number(bits, load_some<2>(base + 2 * i, n), code);
+}
 
-    State<MASTER, MOMENTS, AMSGRAD> state[GROUPS];
-    decltype(load_number<W>(nullptr, 0, 0, 0, false)) weights[GROUPS];
-    decltype(load_number<G>(nullptr, 0, 0, 0, false)) grads[GROUPS];
-    u32 there[GROUPS];
-#pragma unroll
-    for (u32 k = 0; k < GROUPS; ++k) {
-        const i64 i = begin + 4 * (k * THREADS + threadIdx.x);
-        const i64 left = piece.count - i;
-        const u32 n = left >= 4 ? 4 : left > 0 ? static_cast<u32>(left) : 0;
-        const bool whole = n == 4 && piece.vector;
-        there[k] = n;
-        state[k].exp_avg = load<MOMENT>(exp_avg, i, n, whole);
-        state[k].exp_avg_sq = load<MOMENT>(exp_avg_sq, i, n, whole);
-        if constexpr (AMSGRAD) state[k].max_exp_avg_sq = load<4>(max_exp_avg_sq, i, n, whole);
-        if constexpr (MASTER != NO_MASTER) state[k].master = load<REST>(master, i, n, whole);
-        weights[k] = load_number<W>(piece.weight, i, weight_code, n, whole);
-        grads[k] = load_number<G>(piece.grad, i, grad_code, n, whole);
-        if constexpr (MOMENTS == MOMENTS_INT8) {
-            const i64 block = (offset + i) / BLOCK;
-            // Of a block that has elements, every lane needs the scales.
-            if (begin + 4 * (k * THREADS + threadIdx.x / 32 * 32) < piece.count) {
-                state[k].exp_avg_scale = t.exp_avg_scale[block];
-                state[k].exp_avg_sq_scale = t.exp_avg_sq_scale[block];
-            }
+__device__ __forceinline__ void store_some_numbers(char* base, i64 i, const u32 (&bits)[4],
+                                                   u32 code, u32 n) {
+    if (code == FP32)
+        store_some(base + 4 * i, four_of<4>(bits), n);
+    else
+        store_some(base + 2 * i, four_of<2>(bits), n);
+}
+
+// Where the elements of a piece are, and their numbers in the parameter.
+struct Place {
+    char *weight, *grad;
+    i64 offset;
+    u64 start;
+    u32 weight_code, grad_code;
+};
+
+// Four elements, aligned in every array. W and G are the dtypes where they are known.
+template <u32 MASTER, u32 MOMENTS, bool AMSGRAD, u32 W, u32 G, u32 N>
+__device__ __forceinline__ void update_whole(const Table<N>& t, const Place& at, const float* row,
+                                             i64 i) {
+    constexpr u32 MOMENT = moment_bytes(MOMENTS), REST = master_bytes(MASTER);
+    const u32 weight_code = W == ANY ? at.weight_code : W;
+    const u32 grad_code = G == ANY ? at.grad_code : G;
+    i64 k = at.offset + i;
+    State<MASTER, MOMENTS, AMSGRAD> state;
+    state.exp_avg = load_four<MOMENT>(t.exp_avg + MOMENT * k);
+    state.exp_avg_sq = load_four<MOMENT>(t.exp_avg_sq + MOMENT * k);
+    if constexpr (AMSGRAD) state.max_exp_avg_sq = load_four<4>(t.max_exp_avg_sq + 4 * k);
+    if constexpr (MASTER != NO_MASTER) state.master = load_four<REST>(t.master + REST * k);
+    if constexpr (MOMENTS == MOMENTS_INT8) {
+        state.exp_avg_scale = t.exp_avg_scale[k / BLOCK];
+        state.exp_avg_sq_scale = t.exp_avg_sq_scale[k / BLOCK];
+    }
+    const Number<W> weights = load_number<W>(at.weight, i, weight_code);
+    const Number<G> grads = load_number<G>(at.grad, i, grad_code);
+    u32 weight[4], grad[4];
+    unpack_number(weight, weights, weight_code);
+    unpack_number(grad, grads, grad_code);
+    update_four(scalars_of(row), state, weight, weight_code, grad, grad_code, at.start + i);
+    // Addresses are made anew: kept, they cost a block of threads an SM.
+    asm volatile("" : "+l"(k));
+    store_four(t.exp_avg + MOMENT * k, state.exp_avg);
+    store_four(t.exp_avg_sq + MOMENT * k, state.exp_avg_sq);
+    if constexpr (AMSGRAD) store_four(t.max_exp_avg_sq + 4 * k, state.max_exp_avg_sq);
+    if constexpr (MASTER != NO_MASTER) store_four(t.master + REST * k, state.master);
+    if (weight_code == FP32)
+        store_four(at.weight + 4 * i, four_of<4>(weight));
+    else
+        store_four(at.weight + 2 * i, four_of<2>(weight));
+    if constexpr (MOMENTS == MOMENTS_INT8) {
+        if (threadIdx.x % 32 == 0) {
+            t.exp_avg_scale[k / BLOCK] = state.exp_avg_scale;
+            t.exp_avg_sq_scale[k / BLOCK] = state.exp_avg_sq_scale;
         }
     }
-    const Scalars s = scalars_of(row);
-#pragma unroll
-    for (u32 k = 0; k < GROUPS; ++k) {
-        const i64 i = begin + 4 * (k * THREADS + threadIdx.x);
-        const u32 n = there[k];
-        const bool whole = n == 4 && piece.vector;
-        u32 weight[4], grad[4];
-        unpack_number(weight, weights[k], weight_code);
-        unpack_number(grad, grads[k], grad_code);
-        update_four(s, state[k], weight, weight_code, grad, grad_code, start + i);
-        store<MOMENT>(exp_avg, i, state[k].exp_avg, n, whole);
-        store<MOMENT>(exp_avg_sq, i, state[k].exp_avg_sq, n, whole);
-        if constexpr (AMSGRAD) store<4>(max_exp_avg_sq, i, state[k].max_exp_avg_sq, n, whole);
-        if constexpr (MASTER != NO_MASTER) store<REST>(master, i, state[k].master, n, whole);
-        if (weight_code == FP32)
-            store<4>(piece.weight, i, four_of<4>(weight), n, whole);
-        else
-            store<2>(piece.weight, i, four_of<2>(weight), n, whole);
-        if constexpr (MOMENTS == MOMENTS_INT8) {
-            const i64 block = (offset + i) / BLOCK;
-            if (threadIdx.x % 32 == 0 && n != 0) {
-                t.exp_avg_scale[block] = state[k].exp_avg_scale;
-                t.exp_avg_sq_scale[block] = state[k].exp_avg_sq_scale;
-            }
+}
+
+// The first n of four elements, wherever they lie. With int8 moments all lanes of a warp call this,
+// some with no elements.
+template <u32 MASTER, u32 MOMENTS, bool AMSGRAD, u32 N>
+__device__ __forceinline__ void update_some(const Table<N>& t, const Place& at, const float* row,
+                                            i64 i, u32 n) {
+    constexpr u32 MOMENT = moment_bytes(MOMENTS), REST = master_bytes(MASTER);
+    const i64 k = at.offset + i;
+    State<MASTER, MOMENTS, AMSGRAD> state;
+    state.exp_avg = load_some<MOMENT>(t.exp_avg + MOMENT * k, n);
+    state.exp_avg_sq = load_some<MOMENT>(t.exp_avg_sq + MOMENT * k, n);
+    if constexpr (AMSGRAD) state.max_exp_avg_sq = load_some<4>(t.max_exp_avg_sq + 4 * k, n);
+    if constexpr (MASTER != NO_MASTER) state.master = load_some<REST>(t.master + REST * k, n);
+    if constexpr (MOMENTS == MOMENTS_INT8) {
+        state.exp_avg_scale = t.exp_avg_scale[k / BLOCK];
+        state.exp_avg_sq_scale = t.exp_avg_sq_scale[k / BLOCK];
+    }
+    u32 weight[4], grad[4];
+    load_some_numbers(weight, at.weight, i, at.weight_code, n);
+    load_some_numbers(grad, at.grad, i, at.grad_code, n);
+    update_four(scalars_of(row), state, weight, at.weight_code, grad, at.grad_code, at.start + i);
+    store_some(t.exp_avg + MOMENT * k, state.exp_avg, n);
+    store_some(t.exp_avg_sq + MOMENT * k, state.exp_avg_sq, n);
+    if constexpr (AMSGRAD) store_some(t.max_exp_avg_sq + 4 * k, state.max_exp_avg_sq, n);
+    if constexpr (MASTER != NO_MASTER) store_some(t.master + REST * k, state.master, n);
+    store_some_numbers(at.weight, i, weight, at.weight_code, n);
+    if constexpr (MOMENTS == MOMENTS_INT8) {
+        if (threadIdx.x % 32 == 0 && n != 0) {
+            t.exp_avg_scale[k / BLOCK] = state.exp_avg_scale;
+            t.exp_avg_sq_scale[k / BLOCK] = state.exp_avg_sq_scale;
         }
     }
 }
@@ -147,19 +160,45 @@ __device__ __forceinline__ void update_chunk(const Table<N>& t, const Piece& pie
 template <u32 MASTER, u32 MOMENTS, bool AMSGRAD, u32 N>
 __device__ __forceinline__ void update(const Table<N>& t) {
     const Piece& piece = t.piece[piece_of(t, blockIdx.x)];
-    if (piece.weight_code == BF16 && piece.grad_code == BF16)
-        update_chunk<MASTER, MOMENTS, AMSGRAD, BF16, BF16>(t, piece);
-    else
-        update_chunk<MASTER, MOMENTS, AMSGRAD, MASTER == SPLIT_MASTER ? BF16 : ANY, ANY>(t, piece);
+    const float* row = t.scalars + u64(piece.scalars_row) * SCALARS;
+    if (row[SKIP] != 0.0f) return;
+    const Place at{piece.weight,
+                   piece.grad,
+                   piece.offset,
+                   piece.start | u64(piece.start_high) << 32,
+                   MASTER == SPLIT_MASTER ? BF16 : piece.weight_code,
+                   piece.grad_code};
+    const i64 begin = i64(blockIdx.x - piece.first_chunk) * CHUNK;
+    const i64 i = begin + 4 * threadIdx.x;
+    const i64 first_of_warp = begin + 4 * (threadIdx.x / 32 * 32);
+    if (first_of_warp >= piece.count) return;
+    constexpr bool TOGETHER = MOMENTS == MOMENTS_INT8;
+    if (piece.vector && (TOGETHER ? first_of_warp + BLOCK : i + 4) <= piece.count) {
+        if (at.weight_code == BF16 && at.grad_code == BF16)
+            update_whole<MASTER, MOMENTS, AMSGRAD, BF16, BF16>(t, at, row, i);
+        else
+            update_whole<MASTER, MOMENTS, AMSGRAD, MASTER == SPLIT_MASTER ? BF16 : ANY, ANY>(
+                t, at, row, i);
+        return;
+    }
+    const i64 left = piece.count - i;
+    const u32 n = left >= 4 ? 4 : left > 0 ? static_cast<u32>(left) : 0;
+    if constexpr (TOGETHER) {
+        update_some<MASTER, MOMENTS, AMSGRAD>(t, at, row, i, n);
+    } else {
+        // One by one, which needs the fewest registers.
+#pragma unroll 1
+        for (u32 j = 0; j < n; ++j) update_some<MASTER, MOMENTS, AMSGRAD>(t, at, row, i + j, 1);
+    }
 }
 
-// A small and a large table of one variant.
-#define UPDATE(NAME, MASTER, MOMENTS, AMSGRAD)                                       \
-    extern "C" __global__ void __launch_bounds__(THREADS)                            \
+// A small and a large table of one variant. BLOCKS, the least of an SM, bounds the registers.
+#define UPDATE(NAME, MASTER, MOMENTS, AMSGRAD, BLOCKS)                               \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                    \
         adam_update_small##NAME(const __grid_constant__ Table<SMALL_PIECES> table) { \
         update<MASTER, MOMENTS, AMSGRAD>(table);                                     \
     }                                                                                \
-    extern "C" __global__ void __launch_bounds__(THREADS)                            \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                    \
         adam_update_large##NAME(const __grid_constant__ Table<LARGE_PIECES> table) { \
         update<MASTER, MOMENTS, AMSGRAD>(table);                                     \
     }

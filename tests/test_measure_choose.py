@@ -106,6 +106,20 @@ def test_a_kernel_must_be_more_than_five_percent_faster() -> None:
     assert chosen(rates(50, 50, 100, pinned=kernel(105.1, 4))).transfer == "kernel"
 
 
+def test_int8_moments_are_staged_unless_asked_otherwise() -> None:
+    fast = rates(50, 50, 100, pinned=kernel(300, 4), managed=kernel(400, 4))
+    assert short(chosen(fast, moments="fp32")) == ("managed", "kernel", 4)
+    for moments in ("fp32", "int8"):
+        assert short(chosen(fast, moments=moments, transfer="kernel")) == ("managed", "kernel", 4)
+    choice = chosen(fast, moments="int8")
+    assert short(choice) == ("pinned", "copy_engine", 4)
+    assert "arithmetic" in choice.reasons["memory_kind"]
+    assert "arithmetic" in choice.reasons["transfer"]
+    assert chosen(fast, moments="int8", memory_kind="managed").transfer == "kernel"
+    refused = dataclasses.replace(fast, pinned=None, pin_refusal="limit")
+    assert chosen(refused, moments="int8").memory_kind == "managed"
+
+
 def test_an_explicit_kernel_compares_kernels_alone() -> None:
     measured = rates(55, 55, 96, pinned=kernel(80, 4), managed=kernel(85, 8))
     assert short(chosen(measured)) == ("pinned", "copy_engine", 4)

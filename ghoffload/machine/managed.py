@@ -7,6 +7,7 @@ under the names with ``_v2``, 13 has no others. Batched prefetch and discard cam
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -119,16 +120,27 @@ class Driver:
         name = "CU_MEM_RANGE_ATTRIBUTE_LAST_PREFETCH_LOCATION_"
         if not hasattr(attribute, name + "TYPE"):
             return None
-        ask = self._driver.cuMemRangeGetAttribute
-        try:
-            there, number = (
-                self._call("asking", ask, 4, getattr(attribute, name + which), address, nbytes)
-                for which in ("TYPE", "ID")  # four bytes each
-            )
-        except RuntimeError:
+        there = self._range_attribute(getattr(attribute, name + "TYPE"), address, nbytes)
+        number = self._range_attribute(getattr(attribute, name + "ID"), address, nbytes)
+        if there is None or number is None:
             return None
         wanted = self._driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST_NUMA
-        return int(there) == int(wanted) and int(number) == node
+        return there == int(wanted) and number == node
+
+    def _range_attribute(self, which: Any, address: int, nbytes: int) -> int | None:
+        """A number that the driver keeps of a range.
+
+        By ctypes: the bindings (13.3) list these attributes and refuse to ask for them.
+        """
+        answer = ctypes.c_int32()
+        try:
+            ask = ctypes.CDLL("libcuda.so.1").cuMemRangeGetAttribute
+        except (OSError, AttributeError):
+            return None
+        ask.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int) + (ctypes.c_size_t,) * 2
+        with self._context:
+            status = ask(ctypes.byref(answer), 4, int(which), address, nbytes)
+        return answer.value if status == 0 else None
 
     def prefetch_batch(
         self,

@@ -27,6 +27,7 @@ Kind = Literal["pinned", "managed", "system", "device", "pageable"]
 Way = Literal["copy_engine", "kernel"]
 
 _IN_PLACE: tuple[Kind, ...] = ("managed", "system")  # no copy engine: 7 GB/s from managed memory
+_INT8 = "int8 moments in place are bound by the arithmetic of few CTAs, not by the link"
 
 
 class HasMemoryKinds(Protocol):
@@ -131,7 +132,7 @@ def _memory_kind(
         return asked, f"memory_kind={asked!r} asks for it"
     if config.step_device == "cpu":
         return "pinned", "the CPU steps, and copies of weights and gradients from it are fast"
-    # An explicit copy engine settles it: no other kind is fit for one.
+    # Copy engines, asked for or better, settle it: no other kind is fit for them.
     others = {} if config.transfer == "copy_engine" else _others(reached, rates)
     if rates is not None and rates.pin_refusal is not None:
         if others:
@@ -148,7 +149,7 @@ def _memory_kind(
     if pinned is None:
         return "pinned", "either way of transfer is fast from it; nothing was measured to compare"
     faster = {kind: found for kind, found in others.items() if found.rate > MARGIN * pinned}
-    if faster:
+    if faster and not (config.moments == "int8" and config.transfer == "auto"):
         best = max(faster, key=lambda kind: faster[kind].rate)
         return best, (
             f"measured both ways: {_gb(faster[best].rate)} by kernel in place, and at most "
@@ -156,6 +157,8 @@ def _memory_kind(
         )
     if not others:
         return "pinned", f"measured {_gb(pinned)} both ways, and no other kind to compare with"
+    if faster:
+        return "pinned", _INT8
     compared = ", ".join(f"{kind} {_gb(found.rate)}" for kind, found in others.items())
     return "pinned", (
         f"measured both ways: {_gb(pinned)}; by kernel in place {compared}, not 5 % more"
@@ -198,6 +201,8 @@ def _transfer(
     kernel = rates.pinned.rate if rates is not None and rates.pinned is not None else None
     if engine is None or kernel is None:
         return "copy_engine", f"{beside}; nothing was measured to compare"
+    if config.moments == "int8":
+        return "copy_engine", _INT8
     if kernel > MARGIN * engine:
         return "kernel", (
             f"measured both ways: {_gb(kernel)} by kernel in place, {_gb(engine)} by copy engine; "
