@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
+import importlib.util
 import os
 import socket
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +28,18 @@ class Optimizer:
 
     Attributes:
         label: its name in tables.
-        state: what it keeps for a parameter, and where.
+        state: what it keeps for a parameter (p, m, v), and where.
+        rounds: what of that is rounded to less than fp32 from step to step. With nothing rounded it
+            is exact: AdamW on fp32 masters with fp32 moments.
         package: the distribution whose version belongs to its figures.
+        module: what has to be installed for it beside torch.
     """
 
     label = "forward + backward alone"
     state = ""
+    rounds = "nothing"
     package = "torch"
+    module: ClassVar[str | None] = None
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -63,23 +70,32 @@ class Optimizer:
 class Offload(Optimizer):
     """ghoffload. All that the benchmark knows of its interface is here.
 
+    bf16 weights are the upper half of their masters by default, and the lower half is on the host:
+    nothing of a master is lost. (Its weight is rounded up at a tie, torch's to even.)
+
     Args:
-        config: options of ``OffloadConfig``; ``None`` takes its defaults, and with them the
-            environment's ``GHOFFLOAD_...``.
+        config: options of ``OffloadConfig``; ``None`` takes its defaults, the environment's
+            ``GHOFFLOAD_...`` and, before both, ``options``.
+
+    Attributes:
+        options: what a row of this class is about.
     """
 
     label = "ghoffload OffloadAdamW"
-    state = "fp32 p, m, v on the host"
+    state = "lower half of p, fp32 m, v on the host"
     package = "ghoffload"
+    options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, model: nn.Module, config: dict[str, Any] | None = None) -> None:
         super().__init__(model)
         import ghoffload
 
+        if config is None:
+            chosen = dataclasses.replace(ghoffload.OffloadConfig.of(None), **self.options)
+        else:
+            chosen = ghoffload.OffloadConfig(**config)
         self.optimizer = ghoffload.OffloadAdamW(
-            model.parameters(),
-            **HYPERPARAMETERS,
-            config=None if config is None else ghoffload.OffloadConfig(**config),
+            model.parameters(), **HYPERPARAMETERS, config=chosen
         )
 
     @staticmethod
@@ -114,6 +130,36 @@ class Offload(Optimizer):
         return held
 
 
+class OffloadFp32(Offload):
+    """The same with masters of their own, which is what others keep: 12 bytes instead of 10."""
+
+    label = "ghoffload, fp32 master"
+    state = "fp32 p, m, v on the host"
+    options: ClassVar[dict[str, Any]] = {"master": "fp32", "moments": "fp32"}
+
+
+class OffloadInt8(Offload):
+    """Masters whole, moments in non-linear 8-bit codes with a scale for each 128: 4.1 bytes."""
+
+    label = "ghoffload, int8 moments"
+    state = "lower half of p, int8 m, v on the host"
+    rounds = "m, v to int8"
+    options: ClassVar[dict[str, Any]] = {"master": "split", "moments": "int8"}
+
+
+class OffloadInHbm(Offload):
+    """Nothing is offloaded: the kernel and the formats alone, beside torch's fused AdamW."""
+
+    label = "ghoffload, in HBM"
+    state = "lower half of p, fp32 m, v in HBM"
+    options: ClassVar[dict[str, Any]] = {
+        "master": "split",
+        "moments": "fp32",
+        "memory_kind": "device",
+        "transfer": "auto",
+    }
+
+
 class TorchInHbm(Optimizer):
     """torch's fused AdamW on fp32 masters, everything in HBM: what offloading is measured by."""
 
@@ -140,7 +186,8 @@ class TorchAO(Optimizer):
 
     label = "torchao CPUOffloadOptimizer"
     state = "bf16 p, m, v on the host (no fp32 master)"
-    package = "torchao"
+    rounds = "p, m, v to bf16"
+    package = module = "torchao"
     offload_gradients = False
 
     def __init__(self, model: nn.Module) -> None:
@@ -182,7 +229,7 @@ class DeepSpeed(Optimizer):
 
     label = "DeepSpeed ZeRO-2 offload"
     state = "fp32 p, m, v and gradients on the host"
-    package = "deepspeed"
+    package = module = "deepspeed"
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -241,13 +288,66 @@ class DeepSpeed(Optimizer):
         self.engine.zero_grad()
 
 
+class BitsAndBytes(Optimizer):
+    """bitsandbytes' paged AdamW: managed memory, which stays in HBM for as long as there is room.
+
+    It updates the bf16 weights themselves; there is no master.
+    """
+
+    label = "bitsandbytes paged AdamW"
+    state = "bf16 p, fp32 m, v in managed memory (no fp32 master)"
+    rounds = "p to bf16"
+    package = module = "bitsandbytes"
+    bits = 32
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        import bitsandbytes
+
+        self.optimizer = bitsandbytes.optim.AdamW(
+            model.parameters(), optim_bits=self.bits, is_paged=True, **HYPERPARAMETERS
+        )
+
+    @staticmethod
+    def load() -> None:
+        import bitsandbytes  # noqa: F401
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+class BitsAndBytes8(BitsAndBytes):
+    """The same with moments in its dynamic 8-bit code."""
+
+    label = "bitsandbytes paged AdamW 8-bit"
+    state = "bf16 p, int8 m, v in managed memory (no fp32 master)"
+    rounds = "p to bf16, m, v to int8"
+    bits = 8
+
+
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "ours": Offload,
+    "ours-fp32": OffloadFp32,
+    "ours-int8": OffloadInt8,
+    "ours-hbm": OffloadInHbm,
     "torch": TorchInHbm,
     "torchao": TorchAO,
     "torchao-gradients": TorchAOGradients,
     "deepspeed": DeepSpeed,
+    "bitsandbytes": BitsAndBytes,
+    "bitsandbytes-8bit": BitsAndBytes8,
 }
+SELECTIONS: dict[str, list[str]] = {
+    "formats": ["ours", "ours-fp32", "ours-int8", "ours-hbm", "torch"],
+    "peers": [name for name, kind in OPTIMIZERS.items() if kind.module is not None],
+}
+"""Names for several of them."""
+
+
+def missing(name: str) -> str | None:
+    """The module that is not installed here and that an optimizer needs."""
+    module = OPTIMIZERS[name].module
+    return module if module is not None and importlib.util.find_spec(module) is None else None
 
 
 def _alone_in_the_world() -> None:

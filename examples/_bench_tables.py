@@ -8,7 +8,6 @@ from typing import Any
 from _bench_optimizers import OPTIMIZERS
 from _bench_worker import ITEM_BYTES
 
-MOVED_BYTES = 24  # a parameter: fp32 master, exp_avg and exp_avg_sq, there and back
 FLAT_HBM = 0  # bytes of drift that still count as flat
 FLAT_RSS = 64 << 20
 
@@ -112,10 +111,15 @@ def figures(rows: Rows) -> Iterator[str]:
 
 
 def step_fraction(row: dict[str, Any]) -> float | None:
-    """Rate of the step as a fraction of what the link, measured before and after it, allows."""
-    if "step" not in row or "link" not in row:
+    """Rate of the step as a fraction of what the link, measured before and after it, allows.
+
+    All state that ghoffload holds on the host moves there and back. ``None`` where it holds none,
+    and of an optimizer that keeps no ledger.
+    """
+    if any(key not in row for key in ("step", "link", "ledger")) or not _host_ledger(row):
         return None
-    return row["step"]["gparam_per_s"] * MOVED_BYTES / _two_way(row)
+    moved = 2 * _host_ledger(row) / row["parameters"]
+    return row["step"]["gparam_per_s"] * moved / _two_way(row)
 
 
 def _two_way(row: dict[str, Any]) -> float:
@@ -132,13 +136,13 @@ def _machine(rows: Rows) -> list[list[str]]:
 
 
 def _step(rows: Rows) -> list[list[str]]:
-    lines = [["optimizer", "state", "step ms", "step() returned after", "Gparam/s",
+    lines = [["optimizer", "state", "rounds", "step ms", "step() returned after", "Gparam/s",
               "with gradients' way, ms", "of the link"]]  # fmt: skip
     for name, row in rows.items():
         if "step" in row:
-            step, fraction = row["step"], step_fraction(row) if name == "ours" else None
+            step, fraction, kind = row["step"], step_fraction(row), OPTIMIZERS[name]
             lines.append([
-                _label(name), OPTIMIZERS[name].state, f"{step['step_ms']:.1f}",
+                kind.label, kind.state, kind.rounds, f"{step['step_ms']:.1f}",
                 f"{step['step_returned_ms']:.1f}", f"{step['gparam_per_s']:.2f}",
                 f"{step['with_gradients_ms']:.1f}",
                 "-" if fraction is None else f"{fraction:.3f}",
@@ -207,7 +211,8 @@ def _item(rows: Rows) -> list[list[str]]:
 
 def _errors(rows: Rows) -> list[list[str]]:
     lines = [["optimizer", "why"]]
-    lines += [[_label(name), row["error"]] for name, row in rows.items() if "error" in row]
+    for name, row in rows.items():
+        lines += [[_label(name), row[why]] for why in ("error", "left_out") if why in row]
     return lines
 
 

@@ -1,12 +1,18 @@
-"""OffloadAdamW beside torch, torchao and DeepSpeed on 1.1 billion parameters, in one run.
+"""OffloadAdamW beside torch, torchao, DeepSpeed and bitsandbytes on 1.1 billion parameters.
 
-    python examples/benchmark_adamw.py --out results.json      # all of it: about 5 minutes
+    python examples/benchmark_adamw.py --out results.json      # all of it: about 7 minutes
     python examples/benchmark_adamw.py --quick                 # ghoffload and torch: under a minute
+    python examples/benchmark_adamw.py --sections link,step --optimizers formats   # 2 minutes
+    python examples/benchmark_adamw.py --sections link,step --optimizers peers     # 3 to 4 minutes
 
 Each optimizer runs in a process of its own, so that neither memory nor settings mix; one that fails
 is a row with the reason. Compare ratios within one run: the link to the host is measured in it.
-It needs a CUDA GPU with 40 GB of free memory, and 40 GB of free host memory. torchao and DeepSpeed
-are measured where they are installed.
+It needs a CUDA GPU with 40 GB of free memory, and 40 GB of free host memory. torchao, DeepSpeed and
+bitsandbytes are measured where they are installed.
+
+The columns "state" and "rounds" say what is kept and what of it is rounded at each step; where that
+is nothing, the optimizer is exact: fp32 masters, fp32 moments. ghoffload is measured with its
+defaults, with fp32 masters of their own, with int8 moments, and with all state in HBM.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +34,17 @@ import _bench_tables
 import _bench_worker
 import torch
 from _bench_model import SHAPES
-from _bench_optimizers import OPTIMIZERS
+from _bench_optimizers import OPTIMIZERS, SELECTIONS, missing
 
 SECTIONS = {
     "link": "rates of the copy engines and of HBM, before and after the step",
     "step": "the optimizer's step alone",
     "whole": "a whole training step and its peak HBM",
-    "steady": "many steps: is memory flat? (ghoffload only)",
-    "item": "loss.item() while state is written back (ghoffload only)",
-    "sync": "hidden waits and allocations (ghoffload only)",
+    "steady": "many steps: is memory flat? (ghoffload's defaults only)",
+    "item": "loss.item() while state is written back (the same)",
+    "sync": "hidden waits and allocations (the same)",
 }
+QUICK = ["ours", "torch"]
 NO_GPU = 2
 
 
@@ -46,8 +54,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     listed = ", ".join(f"{name} ({what})" for name, what in SECTIONS.items())
     parser.add_argument("--sections", type=_names(SECTIONS), help=f"any of {listed}")
-    parser.add_argument("--optimizers", type=_names(OPTIMIZERS),
-                        help=f"any of {', '.join(OPTIMIZERS)}")  # fmt: skip
+    parser.add_argument("--optimizers", type=_names(OPTIMIZERS, SELECTIONS),
+                        help=f"any of {', '.join([*OPTIMIZERS, *SELECTIONS])}")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="ghoffload and torch, fewer repeats")
     parser.add_argument("--shape", choices=SHAPES, default="1.1b")
     parser.add_argument("--batch", type=_positive, default=4, help="sequences in a whole step")
@@ -63,7 +71,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     sections = [name for name in SECTIONS if not options.quick or name != "steady"]
     options.sections = options.sections or sections
-    options.optimizers = options.optimizers or list(OPTIMIZERS)[: 2 if options.quick else None]
+    options.optimizers = options.optimizers or (QUICK if options.quick else list(OPTIMIZERS))
     options.repeats = options.repeats or (5 if options.quick else 12)
     return options
 
@@ -95,13 +103,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compare(options: argparse.Namespace, settings: _bench_worker.Settings) -> int:
-    """Run every optimizer in a process of its own; print tables; 0 where all were measured."""
+    """Run every optimizer in a process of its own; print tables; 0 where none of them failed."""
     rows: dict[str, dict[str, Any]] = {}
     start = time.monotonic()
     for name in options.optimizers:
         left = options.total_limit - (time.monotonic() - start)
         print(f"{OPTIMIZERS[name].label} ...", file=sys.stderr, flush=True)
-        rows[name] = run(name, options, min(options.limit, left))
+        if (module := missing(name)) is not None:
+            rows[name] = {"left_out": f"{module} is not installed"}
+        else:
+            rows[name] = run(name, options, min(options.limit, left))
         if options.out:
             _write(options.out, settings, rows, time.monotonic() - start)
     seconds = time.monotonic() - start
@@ -160,15 +171,18 @@ def _write(
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def _names(known: Any) -> Any:
+def _names(known: Iterable[str], several: Mapping[str, list[str]] | None = None) -> Any:
+    several = several or {}
+    words = [*known, *several]
+
     def names(text: str) -> list[str]:
-        chosen = [name.strip() for name in text.split(",") if name.strip()]
-        for name in chosen:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"expects any of {', '.join(known)}, got {name!r}")
-        if not chosen:
-            raise argparse.ArgumentTypeError(f"expects any of {', '.join(known)}, got nothing")
-        return chosen
+        given = [name.strip() for name in text.split(",") if name.strip()]
+        for name in given:
+            if name not in words:
+                raise argparse.ArgumentTypeError(f"expects any of {', '.join(words)}, got {name!r}")
+        if not given:
+            raise argparse.ArgumentTypeError(f"expects any of {', '.join(words)}, got nothing")
+        return list(dict.fromkeys(n for name in given for n in several.get(name, [name])))
 
     return names
 

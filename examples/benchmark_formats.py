@@ -1,17 +1,22 @@
 """OffloadAdamW's step by state format, memory kind and transfer, beside the rates of the machine.
 
-    python examples/benchmark_formats.py --out formats.json      # about 3 minutes on an H200
+    python examples/benchmark_formats.py --out formats.json      # about 4 minutes on an H200
     python examples/benchmark_formats.py --only staged,streamed  # some of the groups
+    python examples/benchmark_formats.py --only model            # what it costs compute: 1 minute
 
 For each setting the state of 1.1 billion bf16 parameters is made, and ``step()`` is timed until
 everything is drained: medians, warmed up, in one process. Rates of copy engines, kernels and HBM
 are measured before and after it in the same run; each step is held against the rate of its way.
-The group "beside" times bf16 matrix products with a step in flight against those without one.
+
+The groups "beside" (8192 x 8192 bf16 products) and "model" (forward + backward of a Llama of 1.1
+billion parameters, 4 x 2048 tokens) time work on the GPU alone and with steps running throughout.
+The steps are those of other parameters of the same shapes: nothing waits for the other's data.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import statistics
@@ -21,14 +26,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _bench_beside import Clock, CudaClock, Work, beside
+from _bench_model import SHAPES, Llama
 from rich.console import Console
 from rich.table import Table
 
 import ghoffload
 from ghoffload.machine.cuda import CudaMachine
+from ghoffload.measure import Rates
 from ghoffload.measure.measuring import measure
 
 Setting = dict[str, Any]
+Row = dict[str, Any]
 
 SPLIT, FP32 = {"master": "split"}, {"master": "fp32"}
 BF16, INT8 = {"master": "split", "moments": "bf16"}, {"master": "split", "moments": "int8"}
@@ -37,7 +46,7 @@ ENGINE, KERNEL, HBM = (
     {"transfer": "kernel"},
     {"memory_kind": "device"},
 )
-GROUPS: dict[str, list[Setting]] = {
+ALONE: dict[str, list[Setting]] = {
     "staged": [FP32 | ENGINE, SPLIT | ENGINE, BF16 | ENGINE, INT8 | ENGINE],
     "streamed": [
         *(FP32 | KERNEL | {"ctas": n} for n in (2, 4, 8, 16)),
@@ -46,11 +55,13 @@ GROUPS: dict[str, list[Setting]] = {
     "managed": [FP32 | {"memory_kind": "managed", "ctas": n} for n in (4, 8)],
     "hbm": [form | HBM for form in (FP32, SPLIT, BF16, INT8)],
 }
-BESIDE: list[Setting] = [
-    FP32 | ENGINE,
-    INT8 | ENGINE,
-    *(FP32 | KERNEL | {"ctas": n} for n in (2, 4, 8)),
-]
+BESIDE: dict[str, list[Setting]] = {
+    group: [FP32 | ENGINE, INT8 | ENGINE, *(FP32 | KERNEL | {"ctas": n} for n in ctas)]
+    for group, ctas in (("beside", (2, 4, 8)), ("model", (1, 2, 4, 8)))
+}
+GROUPS = [*ALONE, *BESIDE]
+PRODUCTS = 60  # about 100 ms on an H200, as long as a forward + backward
+BATCH, SEQUENCE = 4, 2048
 
 
 def parameters(layers: int) -> list[torch.nn.Parameter]:
@@ -73,7 +84,7 @@ def bytes_moved(setting: Setting) -> float:
     return 2 * (master + moments)
 
 
-def timed_step(params: list[torch.nn.Parameter], setting: Setting, repeats: int) -> dict[str, Any]:
+def timed_step(params: list[torch.nn.Parameter], setting: Setting, repeats: int) -> Row:
     optimizer = ghoffload.OffloadAdamW(params, lr=1e-4, weight_decay=0.1, config=setting)
     times, returned = [], []
     for repeat in range(-2, repeats):
@@ -90,35 +101,103 @@ def timed_step(params: list[torch.nn.Parameter], setting: Setting, repeats: int)
     return {"seconds": statistics.median(times), "returned": statistics.median(returned)}
 
 
-def beside_matmul(params: list[torch.nn.Parameter], setting: Setting) -> dict[str, Any]:
-    """Matrix products alone, and with a step of the optimizer running beside all of them."""
+def work_of(group: str, layers: int) -> Work:
+    """What the steps of a group run beside."""
+    if group == "beside":
+        a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+
+        def products() -> None:
+            for _ in range(PRODUCTS):
+                a @ a
+
+        return Work("8192 x 8192 bf16 product", products, PRODUCTS)
+    shape = dataclasses.replace(SHAPES["1.1b"], layers=layers)
+    model = Llama(shape, device="cuda", dtype=torch.bfloat16)
+    tokens = torch.randint(shape.vocabulary, (BATCH, SEQUENCE + 1), device="cuda")
+
+    def forward_backward() -> None:
+        model.zero_grad(set_to_none=True)
+        model(tokens).backward()
+
+    name = f"forward + backward of {sum(p.numel() for p in model.parameters()):,} bf16 parameters"
+    return Work(f"{name}, {BATCH} x {SEQUENCE} tokens", forward_backward)
+
+
+def timed_beside(
+    params: list[torch.nn.Parameter], setting: Setting, work: Work, clock: Clock, repeats: int
+) -> Row:
     optimizer = ghoffload.OffloadAdamW(params, lr=1e-4, config=setting)
-    a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-    other = torch.cuda.Stream()
-    optimizer.step()
-    torch.cuda.synchronize()
-
-    def products(count: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(count):
-            a @ a
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / count
-
-    products(20)
-    alone, beside = [], []
-    for _ in range(5):
-        alone.append(products(150))
-        # The step's stream is its own here, so that products need not wait for its updates.
-        with torch.cuda.stream(other):
-            optimizer.step()
-        beside.append(products(150))
+    torch.cuda.reset_peak_memory_stats()
+    found = beside(work, optimizer.step, clock, repeats=repeats)
     del optimizer
-    ratio = statistics.median(beside) / statistics.median(alone)
-    return {"alone_ms": statistics.median(alone), "beside_ms": statistics.median(beside),
-            "slowdown": ratio - 1}  # fmt: skip
+    return found | {"work": work.name, "peak_hbm": torch.cuda.max_memory_allocated()}
+
+
+def words(setting: Setting) -> str:
+    return " ".join(f"{v}" if k != "ctas" else f"{v} CTAs" for k, v in setting.items())
+
+
+def rate(row: Row, count: int) -> float:
+    """Bytes of state a second; in HBM with the weight, read and written, and the gradient."""
+    moved = bytes_moved(row["setting"]) + (6 if row["group"] == "hbm" else 0)
+    return count * moved / row["seconds"]
+
+
+def steps_table(rows: list[Row], count: int, rates: Rates, repeats: int) -> Table:
+    ways = {
+        "staged": rates.both,
+        "streamed": rates.pinned and rates.pinned.rate,
+        "managed": rates.managed and rates.managed.rate,
+        "hbm": rates.hbm,
+    }
+    table = Table(title=f"{count:,} bf16 parameters, medians of {repeats}")
+    for column in ("way", "setting", "ms", "returns, ms", "Gparam/s", "GB/s", "of the way's rate"):
+        table.add_column(column, justify="left" if column in ("way", "setting") else "right")
+    for row in rows:
+        cells = [row["group"], words(row["setting"])]
+        if "error" in row:
+            table.add_row(*cells, row["error"].splitlines()[0][:60])
+            continue
+        found, way = rate(row, count), ways[row["group"]]
+        cells += [f"{1e3 * row[key]:.1f}" for key in ("seconds", "returned")]
+        cells += [f"{count / row['seconds'] / 1e9:.2f}", f"{found / 1e9:.1f}"]
+        table.add_row(*cells, "" if way is None else f"{found / way:.3f}")
+    return table
+
+
+def beside_table(rows: list[Row], repeats: int) -> Table:
+    """One group's: the work alone and beside steps, and a step alone and beside the work."""
+    work = next((row["work"] for row in rows if "work" in row), "work")
+    table = Table(title=f"{work}: alone, and with steps running beside it; medians of {repeats}")
+    columns = ("alone, ms", "beside, ms", "slowdown", "covered", "step alone, ms", "beside, ms")
+    for column in ("steps", *columns):
+        table.add_column(column, justify="left" if column == "steps" else "right")
+    for row in rows:
+        if "error" in row:
+            table.add_row(words(row["setting"]), row["error"].splitlines()[0][:60])
+            continue
+        step = row["step_beside_ms"]
+        table.add_row(
+            words(row["setting"]),
+            f"{row['alone_ms']:.3f}",
+            f"{row['beside_ms']:.3f}",
+            f"{100 * row['slowdown']:+.1f} %",
+            # Cut and not rounded: 100 % is said of all of it alone.
+            f"{int(1000 * row['covered']) / 10:.1f} %",
+            f"{row['step_alone_ms']:.1f}",
+            "-" if step is None else f"{step:.1f}",
+        )
+    return table
+
+
+def rates_line(name: str, rates: Rates) -> str:
+    kernel = {k: r for k in ("pinned", "managed") if (r := rates.by_kernel(k)) is not None}
+    kinds = ", ".join(f"{k} {r.rate / 1e9:.1f} ({r.ctas} CTAs)" for k, r in kernel.items())
+    engines, hbm = (rates.both or 0) / 1e9, (rates.hbm or 0) / 1e9
+    return (
+        f"rates {name}, GB/s: copy engines both ways {engines:.1f}; kernel both ways {kinds}; "
+        f"HBM {hbm:,.0f}"
+    )
 
 
 def collect() -> None:
@@ -127,19 +206,54 @@ def collect() -> None:
     torch.cuda.empty_cache()
 
 
-def main(arguments: list[str] | None = None) -> int:
+def groups(text: str) -> list[str]:
+    chosen = [name.strip() for name in text.split(",") if name.strip()]
+    if not chosen or set(chosen) - set(GROUPS):
+        unknown = ", ".join(repr(name) for name in chosen if name not in GROUPS) or "nothing"
+        raise argparse.ArgumentTypeError(f"expects any of {', '.join(GROUPS)}, got {unknown}")
+    return [name for name in GROUPS if name in chosen]
+
+
+def measured(
+    group: str, options: argparse.Namespace, params: list[torch.nn.Parameter]
+) -> list[Row]:
+    """The rows of one group; one that failed has the reason."""
+    rows: list[Row] = []
+    work = work_of(group, options.layers) if group in BESIDE else None
+    clock = CudaClock()
+    for setting in (ALONE | BESIDE)[group]:
+        row: Row = {"group": group, "setting": setting}
+        rows.append(row)
+        print(f"{group}: {words(setting)} ...", file=sys.stderr, flush=True)
+        try:
+            if work is None:
+                row |= timed_step(params, setting, options.repeats)
+            else:
+                row |= timed_beside(params, setting, work, clock, beside_repeats(options))
+        except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
+            row["error"] = str(error) or type(error).__name__
+        collect()
+    return rows
+
+
+def beside_repeats(options: argparse.Namespace) -> int:
+    """Fewer: each of them also has the work alone, and steps that cover all of it."""
+    return max(1, options.repeats // 3)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", help=f"groups, of {', '.join(GROUPS)}, beside")
+    parser.add_argument("--only", type=groups, default=GROUPS, help=f"any of {', '.join(GROUPS)}")
     parser.add_argument("--layers", type=int, default=22)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=9, help="a third of them beside work")
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args(arguments)
-    chosen = options.only.split(",") if options.only else [*GROUPS, "beside"]
-    if unknown := set(chosen) - {*GROUPS, "beside"}:
-        print(f"--only expects {', '.join(GROUPS)} or beside, got {sorted(unknown)}")
-        return 1
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
     if not torch.cuda.is_available():
         print("benchmark_formats needs a CUDA GPU that torch can use; there is none here.")
         return 2
@@ -147,68 +261,32 @@ def main(arguments: list[str] | None = None) -> int:
     before = measure(machine)
     params = parameters(options.layers)
     count = sum(p.numel() for p in params)
-    ways = {
-        "staged": before.both,
-        "streamed": before.pinned and before.pinned.rate,
-        "managed": before.managed and before.managed.rate,
-        "hbm": before.hbm,
-    }
-    table = Table(title=f"{count:,} bf16 parameters, medians of {options.repeats}")
-    for column in ("way", "setting", "ms", "returns, ms", "Gparam/s", "GB/s", "of the way's rate"):
-        table.add_column(column, justify="left" if column in ("way", "setting") else "right")
-    rows: list[dict[str, Any]] = []
-    for group in chosen:
-        for setting in GROUPS.get(group, []):
-            row: dict[str, Any] = {"group": group, "setting": setting}
-            rows.append(row)
-            text = " ".join(f"{v}" if k != "ctas" else f"{v} CTAs" for k, v in setting.items())
-            try:
-                found = timed_step(params, setting, options.repeats)
-            except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
-                row["error"] = str(error)
-                table.add_row(group, text, str(error).splitlines()[0][:60])
-                continue
-            finally:
-                collect()
-            moved = bytes_moved(setting) + (6 if group == "hbm" else 0)  # weight twice, gradient
-            rate = count * moved / found["seconds"]
-            row |= found | {"gparam_per_s": count / found["seconds"] / 1e9, "rate": rate}
-            way = ways[group]
-            table.add_row(
-                group,
-                text,
-                f"{1e3 * found['seconds']:.1f}",
-                f"{1e3 * found['returned']:.1f}",
-                f"{row['gparam_per_s']:.2f}",
-                f"{rate / 1e9:.1f}",
-                "" if way is None else f"{rate / way:.3f}",
-            )
-    console = Console(width=110)
-    console.print(table)
-    if "beside" in chosen:
-        side = Table(title="8192 x 8192 bf16 products beside a step that runs")
-        for column in ("setting", "alone, ms", "beside, ms", "slowdown"):
-            side.add_column(column, justify="left" if column == "setting" else "right")
-        for setting in BESIDE:
-            found = beside_matmul(params, setting)
-            collect()
-            rows.append({"group": "beside", "setting": setting} | found)
-            text = " ".join(f"{v}" if k != "ctas" else f"{v} CTAs" for k, v in setting.items())
-            side.add_row(text, f"{found['alone_ms']:.3f}", f"{found['beside_ms']:.3f}",
-                         f"{100 * found['slowdown']:+.1f} %")  # fmt: skip
-        console.print(side)
+    rows: list[Row] = []
+    seconds: dict[str, float] = {}
+    for group in options.only:
+        start = time.perf_counter()
+        rows += measured(group, options, params)
+        collect()  # what the group's work held
+        seconds[group] = time.perf_counter() - start
     after = measure(machine)
-    for name, rates in (("before", before), ("after", after)):
-        kernel = {k: r for k in ("pinned", "managed") if (r := rates.by_kernel(k)) is not None}
-        kinds = ", ".join(f"{k} {r.rate / 1e9:.1f} ({r.ctas} CTAs)" for k, r in kernel.items())
-        engines, hbm = (rates.both or 0) / 1e9, (rates.hbm or 0) / 1e9
-        console.print(
-            f"rates {name}, GB/s: copy engines both ways {engines:.1f}; kernel both ways {kinds}; "
-            f"HBM {hbm:,.0f}"
-        )
+    console = Console(width=120)
+    if steps := [row for row in rows if row["group"] in ALONE]:
+        console.print(steps_table(steps, count, before, options.repeats))
+    for group in BESIDE:
+        if found := [row for row in rows if row["group"] == group]:
+            console.print(beside_table(found, beside_repeats(options)))
+    console.print(rates_line("before", before))
+    console.print(rates_line("after", after))
+    peak = max((row["peak_hbm"] for row in rows if "peak_hbm" in row), default=0)
+    spent = ", ".join(f"{group} {took:.0f} s" for group, took in seconds.items())
+    console.print(f"{spent}; peak HBM beside work {peak / 1e9:.1f} GB")
     if options.out:
+        for row in rows:
+            if "seconds" in row:
+                row |= {"gparam_per_s": count / row["seconds"] / 1e9, "rate": rate(row, count)}
         document = {"parameters": count, "before": before.to_dict(), "after": after.to_dict()}
-        options.out.write_text(json.dumps(document | {"rows": rows}, indent=1) + "\n")
+        document |= {"seconds": seconds, "rows": rows}
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
 

@@ -16,44 +16,17 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from torch import nn
+from _loss_curves import PRESETS, differences, perturbed_torch
 
 from ghoffload.demo.place import Place
-from ghoffload.demo.presets import PRESETS, Preset
 from ghoffload.demo.steppers import InHbm, Offloaded
 from ghoffload.demo.text import read_text
 from ghoffload.demo.train import Interrupt, Result, train
 
-PRESETS_HERE = {
-    "tiny": PRESETS["tiny"],
-    "25m": Preset(hidden=512, layers=8, heads=8, context=256, batch=32, steps=500, lr=1e-3),
-    "1b": PRESETS["1b"],
-}
-
-
-def perturbed(seed: int) -> type[InHbm]:
-    """Torch's AdamW whose masters begin one unit in the last place off, up or down."""
-
-    class Perturbed(InHbm):
-        name = f"torch AdamW, perturbed {seed}"
-
-        def __init__(self, model: nn.Module, lr: float, config: dict[str, object]) -> None:
-            super().__init__(model, lr, config)
-            generator = torch.Generator(device=self.masters[0].device).manual_seed(seed)
-            with torch.no_grad():
-                for master in self.masters:
-                    bits = master.view(torch.int32)
-                    shape, device = bits.shape, bits.device
-                    noise = torch.randint(0, 2, shape, generator=generator, device=device)
-                    bits.add_(torch.where(master == 0, 0, 2 * noise - 1).to(torch.int32))
-
-    return Perturbed
-
 
 def distance(one: Result, other: Result, last: int) -> dict[str, float]:
     """How far two curves are apart: largest and mean over all steps, and mean at the end."""
-    apart = [abs(a - b) for a, b in zip(one.losses, other.losses, strict=True)]
+    apart = [abs(d) for d in differences(one.losses, other.losses)]
     return {
         "largest": max(apart),
         "mean": statistics.fmean(apart),
@@ -65,17 +38,17 @@ def distance(one: Result, other: Result, last: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS_HERE, default=None)
+    parser.add_argument("--preset", choices=PRESETS, default=None)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--runs", type=int, default=4, help="perturbed runs")
     parser.add_argument("--out", type=Path, default=None, help="JSON file")
     args = parser.parse_args()
     place = Place.find()
     name = args.preset or ("tiny" if place.simulated else "25m")
-    preset = replace(PRESETS_HERE[name], steps=args.steps)
+    preset = replace(PRESETS[name], steps=args.steps)
     text = read_text(context=preset.context)
     last = min(100, args.steps)
-    kinds: list[type[InHbm] | type[Offloaded]] = [InHbm, *map(perturbed, range(args.runs))]
+    kinds: list[type[InHbm] | type[Offloaded]] = [InHbm, *map(perturbed_torch, range(args.runs))]
     kinds.append(Offloaded)
     runs = []
     for kind in kinds:

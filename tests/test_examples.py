@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,21 +24,28 @@ WORDS = {
 }
 
 
-def run(name: str, *words: str) -> str:
+OF_THEIR_OWN = ("convergence.py", "train_offload.py")  # tests
+
+
+def start(name: str, *words: str) -> subprocess.CompletedProcess[str]:
     # Threads that sleep at barriers: a busy CI machine makes the others crawl.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive"}
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, str(ROOT / "examples" / name), *words],
         env=environment,
         capture_output=True,
         text=True,
         timeout=240,
     )
+
+
+def run(name: str, *words: str) -> str:
+    done = start(name, *words)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-@pytest.mark.parametrize("name", [n for n in PROGRAMS if n != "train_offload.py"])
+@pytest.mark.parametrize("name", [n for n in PROGRAMS if n not in OF_THEIR_OWN])
 def test_a_program_runs(name: str) -> None:
     assert run(name, *WORDS.get(name, []))
 
@@ -61,3 +71,64 @@ def test_train_offload_trains_and_reports() -> None:
     assert f"{parameters:,} parameters" in out
     assert rows["exp_avg"] == [rows["exp_avg"][0], f"{4 * parameters:,}", "4.00"]
     assert rows["exp_avg"][0] in ("system", "pinned")
+
+
+def test_convergence_compares_formats_and_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GHOFFLOAD_MACHINE", "virtual")  # on a GPU a run need not repeat its bits
+    out, plot = tmp_path / "runs.json", tmp_path / "curves.png"
+    shape = ["--preset", "tiny", "--batch", "2", "--context", "32"]
+    words = [*shape, "--steps", "20", "--seeds", "2", "--out", str(out)]
+    printed = run("convergence.py", *words, "--formats", "int8", "--plot", str(plot))
+    document = json.loads(out.read_text(encoding="utf-8"))
+    runs: dict[tuple[int, str, int], dict[str, Any]] = {
+        (run["seed"], run["moments"], run["perturbed"]): run for run in document["runs"]
+    }
+    assert len(document["runs"]) == 6
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    losses = {key: run["losses"] for key, run in runs.items()}
+    for seed in (0, 1):
+        base, nudged = losses[seed, "fp32", 0], losses[seed, "fp32", 1]
+        coded = losses[seed, "int8", 0]
+        assert len(base) == len(nudged) == len(coded) == 20
+        assert base[0] == nudged[0] == coded[0], "the same weights and text"
+        assert 0 < apart(base, nudged) < 0.1 * apart(base, coded)
+        assert base[-1] < base[0] - 0.5, "it trains"
+        assert runs[seed, "fp32", 0]["final_loss"] == pytest.approx(statistics.fmean(base))
+    assert losses[0, "fp32", 0][0] != losses[1, "fp32", 0][0], "seeds differ"
+
+    summary = document["summary"]
+    rows = {(row["seed"], row["run"]): row for row in summary["rows"]}
+    for seed in (0, 1):
+        base = runs[seed, "fp32", 0]
+        for moments, at, name in (("fp32", 1, "fp32, perturbed 1"), ("int8", 0, "int8")):
+            other, row = runs[seed, moments, at], rows[seed, name]
+            signed = statistics.fmean(other["losses"]) - statistics.fmean(base["losses"])
+            assert row["distance"] == pytest.approx(apart(base["losses"], other["losses"]))
+            assert row["bias"] == pytest.approx(signed, abs=1e-12)
+            assert row["validation"] == other["validation_loss"] - base["validation_loss"]
+    noise = max(rows[seed, "fp32, perturbed 1"]["distance"] for seed in (0, 1))
+    middle = statistics.median(rows[seed, "int8"]["distance"] for seed in (0, 1))
+    assert summary["noise"]["distance"] == noise < middle
+    verdict = summary["verdicts"]["int8"]
+    assert (verdict["verdict"], verdict["noise"]["distance"]) == ("beyond", "beyond")
+    assert "int8: beyond the noise" in printed
+
+    # A killed program has fewer runs; the one that is missing comes out as before.
+    document["runs"] = [run for run in document["runs"] if run is not runs[1, "int8", 0]]
+    out.write_text(json.dumps(document), encoding="utf-8")
+    printed = run("convergence.py", *words)
+    assert printed.count("already in") == 5
+    again = json.loads(out.read_text(encoding="utf-8"))
+    assert [run["losses"] for run in again["runs"]] == [*losses.values()]
+    assert again["summary"] == summary
+
+    refused = start("convergence.py", *words, "--steps", "21")
+    assert refused.returncode == 1
+    assert "expected steps 21, got 20" in refused.stderr
+
+
+def apart(one: list[float], other: list[float]) -> float:
+    """Mean absolute difference."""
+    return statistics.fmean(abs(a - b) for a, b in zip(one, other, strict=True))
