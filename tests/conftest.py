@@ -35,6 +35,10 @@ hypothesis.settings.register_profile(
     derandomize=True,
     database=None,
 )
+# Chosen by --hypothesis-profile thorough: tests that do not say how many examples they take.
+hypothesis.settings.register_profile(
+    "thorough", hypothesis.settings.get_profile("ghoffload"), max_examples=10_000
+)
 hypothesis.settings.load_profile("ghoffload")
 
 

@@ -13,7 +13,19 @@ from collections.abc import Callable
 import pytest
 import torch
 from csrc_on_cpu import ARITHMETIC, THREADS, library_of, translated
-from test_kernels_norm import DTYPES, NORMS, ORDERS, RESULTS, bits, mixed, norm, ordered
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_kernels_norm import (
+    DTYPES,
+    NORMS,
+    ORDERS,
+    RESULTS,
+    bits,
+    gradients,
+    mixed,
+    norm,
+    ordered,
+)
 from torch import Tensor
 
 from ghoffload.kernels import cuda, norm_cuda, norm_host
@@ -117,6 +129,18 @@ def test_the_cuda_source_gives_numbas_bits(
     assert bits(got) == bits(expected)
     kind = "2" if norm_type == 2.0 else "inf"
     assert started == [f"norm_partials_small_{kind}", f"norm_finish_{kind}"]
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(grads=gradients(), norm_type=st.sampled_from(NORMS), max_norm=st.sampled_from([0.0, 1.0]))
+def test_any_sizes_alignments_and_values(
+    grads: list[Tensor],
+    norm_type: float,
+    max_norm: float,
+    on_cuda: Callable[..., tuple[dict, list[str]]],
+) -> None:
+    got, _ = on_cuda(grads, norm_type=norm_type, max_norm=max_norm)
+    assert bits(got) == bits(norm(grads, norm_type=norm_type, max_norm=max_norm))
 
 
 @pytest.mark.parametrize("norm_type", NORMS)

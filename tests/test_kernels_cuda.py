@@ -33,13 +33,6 @@ def any_bits(count: int, dtype: torch.dtype, generator: torch.Generator) -> Tens
     ).view(dtype)
 
 
-def some_values(count: int, dtype: torch.dtype, generator: torch.Generator, wild: bool) -> Tensor:
-    if wild:
-        return any_bits(count, dtype, generator)
-    size = 10 ** (torch.rand(count, generator=generator) * 6 - 4)
-    return (torch.randn(count, generator=generator) * size).to(dtype)
-
-
 def test_golden_hashes() -> None:
     assert golden.run("cuda") == golden.expected()
 
@@ -56,90 +49,6 @@ def test_golden_hashes_on_the_second_gpu_while_the_first_is_current() -> None:
     torch.cuda.set_device(0)
     only = golden.names()[::7]
     assert golden.run("cuda:1", only=only) == {name: golden.expected()[name] for name in only}
-
-
-@settings(max_examples=150)
-@given(
-    seed=st.integers(0, 2**31),
-    weight_dtype=st.sampled_from(DTYPES),
-    grad_dtype=st.sampled_from(DTYPES),
-    master=st.booleans(),
-    flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
-    pieces=st.lists(
-        st.tuples(
-            st.integers(0, 9),  # start
-            st.one_of(st.integers(0, 40), st.integers(4000, 9000)),  # count
-            st.integers(0, 5),  # gap before it in the state
-        ),
-        min_size=1,
-        max_size=9,
-    ),
-    many=st.booleans(),
-    wild=st.booleans(),
-    decay=st.sampled_from([0.0, 0.1]),
-    scale=st.sampled_from([None, 1024.0]),
-    found=st.sampled_from([0.0, 0.0, 1.0]),
-)
-def test_update_is_bit_identical(
-    seed: int,
-    weight_dtype: torch.dtype,
-    grad_dtype: torch.dtype,
-    master: bool,
-    flags: tuple[bool, bool, bool],
-    pieces: list[tuple[int, int, int]],
-    many: bool,
-    wild: bool,
-    decay: float,
-    scale: float | None,
-    found: float,
-) -> None:
-    amsgrad, maximize, decoupled = flags
-    generator = torch.Generator().manual_seed(seed)
-    rows, offset = [], 0
-    for index, (begin, count, gap) in enumerate(pieces):
-        offset += gap
-        pitch = 97 if many else 1 << 30  # cut finely, or not at all
-        rows += [
-            (index, begin + done, min(pitch, count - done), offset + done, index)
-            for done in range(0, max(count, 1), pitch)
-        ]
-        offset += count
-    names = ["exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad]
-    names += ["master"] * (master and weight_dtype != torch.float32)
-    sizes = [begin + count + 3 for begin, count, _ in pieces]
-    host: dict[str, Tensor] = {
-        name: some_values(offset + 3, torch.float32, generator, wild) for name in names
-    }
-    if not wild:
-        host["exp_avg_sq"].abs_()
-    weights = [some_values(size, weight_dtype, generator, wild) for size in sizes]
-    grads = [some_values(size, grad_dtype, generator, wild) for size in sizes]
-    h = adam.Hyper(1e-3, 0.9, 0.999, 1e-8, decay, amsgrad, maximize, decoupled)
-    indices = np.arange(len(pieces), dtype=np.uint32)
-    results = []
-    for device in ("cpu", "cuda"):
-        steps = torch.arange(len(pieces), dtype=torch.float32).to(device)
-        scalars = torch.zeros(len(pieces), adam.SCALARS, device=device)
-        state = {name: array.to(device, copy=True) for name, array in host.items()}
-        here = [weight.to(device, copy=True) for weight in weights]
-        launches = [
-            *adam.prepare(
-                indices, h, steps=steps, scalars=scalars,
-                found_inf=torch.tensor(found, device=device),
-                grad_scale=None if scale is None else torch.tensor(scale, device=device),
-            )
-        ]  # fmt: skip
-        theirs = [grad.to(device) for grad in grads]
-        for first in range(0, len(rows), adam.MAX_PIECES):
-            table = adam.PieceTable(rows[first : first + adam.MAX_PIECES])
-            launches.append(
-                adam.update(table, weights=here, grads=theirs, state=state, scalars=scalars)
-            )
-        for launch in launches:
-            launch.run_on_host() if device == "cpu" else start(launch)
-        results.append([*here, *state.values(), steps, scalars])
-    for expected, got in zip(*results, strict=True):
-        assert same(got, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import MIXTURES
+from kernel_cases import pool as numbers
 from torch import Tensor
 
 from ghoffload.kernels import norm as norms
@@ -56,6 +59,23 @@ def mixed(seed: int = 0) -> list[Tensor]:
         for dtype, start in ((DTYPES[number % 3], 0), (DTYPES[(number + 1) % 3], 1 + number % 3)):
             grad = torch.randn(size + 5, generator=generator) * 10.0 ** (number % 9 - 4)
             grads.append(grad.to(dtype)[start:][:size])
+    return grads
+
+
+@st.composite
+def gradients(draw: Callable[[st.SearchStrategy[Any]], Any]) -> list[Tensor]:
+    """Any sizes, alignments and values; those of every other case are finite."""
+    finite = draw(st.booleans())
+    grads = []
+    for _ in range(draw(st.integers(1, 6))):
+        dtype = draw(st.sampled_from(DTYPES))
+        size = draw(st.one_of(st.integers(0, 70), st.integers(30_000, 70_000)))
+        start, first = draw(st.integers(0, 9)), draw(st.integers(0, 60_000))
+        bits = numbers(dtype, draw(st.sampled_from(MIXTURES)))[first : first + start + size].copy()
+        grad = torch.from_numpy(bits).view(dtype)
+        if finite:
+            grad[~grad.isfinite()] = 0
+        grads.append(grad[start:])
     return grads
 
 

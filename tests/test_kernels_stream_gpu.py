@@ -1,4 +1,7 @@
-"""The streaming kernel against the kernel of loads and stores and the CPU, bit for bit."""
+"""The streaming kernel on a GPU: the golden hashes, many chunks, and what it refuses.
+
+Drawn launches are in test_kernels_cases.py.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_kernels_cuda import DTYPES, same, some_values, start
+from kernel_cases import SHAPES
+from test_kernels_cuda import same, start
 from torch import Tensor
 
 from ghoffload.kernels import adam, adam_cuda, adam_stream_cuda, cuda, golden
 from ghoffload.kernels.adam_stream_cuda import Shape
 from ghoffload.machine.cuda import CudaMachine
 from ghoffload.memory import HostArena
-
-SHAPES = [Shape(), Shape(128, 2, 1), Shape(512, 3, 23), Shape(1024, 16, 4), Shape(4096, 2, 8)]
 
 
 def _no_bulk_copies() -> bool:
@@ -51,113 +51,6 @@ def test_golden_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         got = golden.run("cuda", only=names)
         assert got == {name: golden.expected()[name] for name in names}, (ctas, shape)
-
-
-@settings(max_examples=150)
-@given(
-    seed=st.integers(0, 2**31),
-    dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
-    flags=st.tuples(st.booleans(), st.booleans()),
-    pieces=st.lists(
-        st.tuples(
-            st.sampled_from([0, 0, 8, 1, 3, 4]),  # start
-            st.one_of(st.integers(0, 40), st.integers(4000, 9000), st.just(8192)),  # count
-            st.sampled_from([0, 0, 8, 1, 4]),  # gap before it in the state
-        ),
-        min_size=1,
-        max_size=9,
-    ),
-    many=st.booleans(),
-    wild=st.booleans(),
-    found=st.sampled_from([0.0, 0.0, 0.0, 1.0]),
-    on_host=st.booleans(),
-    shift=st.sampled_from([0, 0, 1, 2]),
-    ctas=st.sampled_from([1, 2, 3, 8, 200]),
-    shape=st.sampled_from(SHAPES),
-)
-def test_update_is_bit_identical(
-    pinned: Tensor,
-    seed: int,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    flags: tuple[bool, bool],
-    pieces: list[tuple[int, int, int]],
-    many: bool,
-    wild: bool,
-    found: float,
-    on_host: bool,
-    shift: int,
-    ctas: int,
-    shape: Shape,
-) -> None:
-    master, amsgrad = flags
-    generator = torch.Generator().manual_seed(seed)
-    rows, offset = [], 0
-    for index, (begin, count, gap) in enumerate(pieces):
-        offset = -(-offset // 8) * 8 + gap
-        pitch = 104 if many else 1 << 30
-        rows += [
-            (index, begin + done, min(pitch, count - done), offset + done, index)
-            for done in range(0, max(count, 1), pitch)
-        ]
-        offset += count
-    rows = rows[: adam.MAX_PIECES]
-    table = adam.PieceTable(rows)
-    names = ["exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad]
-    names += ["master"] * (master and dtypes[0] != torch.float32)
-    size = offset + 11
-    first = {name: some_values(size, torch.float32, generator, wild) for name in names}
-    if not wild:
-        first["exp_avg_sq"].abs_()
-    sizes = [begin + count + 3 for begin, count, _ in pieces]
-    weights = [some_values(size, dtypes[0], generator, wild) for size in sizes]
-    grads = [some_values(size, dtypes[1], generator, wild) for size in sizes]
-    h = adam.Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad, False, seed % 2 == 0)
-    steps = torch.arange(len(pieces), dtype=torch.float32).cuda()
-    scalars = torch.zeros(len(pieces), adam.SCALARS, device="cuda")
-    for launch in adam.prepare(
-        np.arange(len(pieces), dtype=np.uint32),
-        h,
-        steps=steps,
-        scalars=scalars,
-        found_inf=torch.tensor(found, device="cuda"),
-    ):
-        start(launch)
-    results = []
-    for how in ("cpu", "stores", "stream"):
-        place = "cpu" if how == "cpu" else "cuda"
-        if how == "stream" and on_host:
-            pitch = -(-(size + shift) // 64) * 64
-            state = {}
-            for k, (name, values) in enumerate(first.items()):
-                state[name] = pinned[k * pitch + shift : k * pitch + shift + size]
-                state[name].copy_(values)
-        elif how == "stream":
-            state = {}
-            for name, values in first.items():
-                state[name] = torch.empty(size + shift, device="cuda")[shift:]
-                state[name].copy_(values)
-        else:
-            state = {name: values.to(place, copy=True) for name, values in first.items()}
-        here = [weight.to(place, copy=True) for weight in weights]
-        launch = adam.update(
-            table,
-            weights=here,
-            grads=[grad.to(place) for grad in grads],
-            state=state,
-            scalars=scalars.to(place),
-            ctas=ctas if how == "stream" else None,
-        )
-        if how == "cpu":
-            launch.run_on_host()
-        else:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(adam_stream_cuda, "SHAPE", shape)
-                start(launch)
-        torch.cuda.synchronize()
-        results.append([*here, *(array.clone() for array in state.values())])
-    for others in results[1:]:
-        for expected, got in zip(results[0], others, strict=True):
-            assert same(got, expected)
 
 
 @pytest.mark.parametrize("ctas", [1, 4, 132])
