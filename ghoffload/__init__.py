@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ghoffload._version import __version__
 
 if TYPE_CHECKING:
+    from ghoffload.activations import offload_activations, offload_module
     from ghoffload.config import OffloadConfig
     from ghoffload.errors import (
         GhoffloadError,
@@ -32,6 +33,8 @@ _HOMES = {
     "TensorManager": "ghoffload.memory",
     "VirtualMachine": "ghoffload.machine.virtual",
     "memory_summary": "ghoffload.memory",
+    "offload_activations": "ghoffload.activations",
+    "offload_module": "ghoffload.activations",
     "use_machine": "ghoffload.machine",
     "GhoffloadError": "ghoffload.errors",
     "InterruptedStepError": "ghoffload.errors",
@@ -53,6 +56,8 @@ __all__ = [
     "VirtualMachine",
     "__version__",
     "memory_summary",
+    "offload_activations",
+    "offload_module",
     "use_machine",
 ]
 

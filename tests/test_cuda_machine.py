@@ -540,7 +540,7 @@ def test_wait_orders_a_copy_after_compute(gpu: CudaMachine, waits: bool) -> None
     hbm.fill_(5)
     gpu.record(updated, gpu.current_stream())
     if waits:
-        gpu.wait(gpu.d2h[0], updated, label="write-back waits for the update")
+        gpu.wait(gpu.d2h[0], updated, label="write-back waits for its source")
     gpu.copy(host, hbm, stream=gpu.d2h[0])
     gpu.record(done, gpu.d2h[0])
     gpu.synchronize(done, label="test")
@@ -560,7 +560,7 @@ def test_write_back_by_turns_loses_no_bit(gpu: CudaMachine) -> None:
         busy(gpu.current_stream(), 10)
         hbm.add_(step)
         gpu.record(ready, gpu.current_stream())
-        gpu.wait(gpu.d2h[0], ready, label="write-back waits for the update")
+        gpu.wait(gpu.d2h[0], ready, label="write-back waits for its source")
         for turn, start in enumerate(range(0, count, chunk)):
             stream = gpu.d2h[turn % 2]
             if turn:
@@ -583,7 +583,7 @@ def test_freed_memory_is_not_reused_while_a_lane_reads_it(gpu: CudaMachine) -> N
     hbm.fill_(1)
     ready, done = gpu.event("ready"), gpu.event("done")
     gpu.record(ready, gpu.current_stream())
-    gpu.wait(gpu.d2h[1], ready, label="write-back waits for the update")
+    gpu.wait(gpu.d2h[1], ready, label="write-back waits for its source")
     busy(gpu.d2h[1])
     gpu.copy(host, hbm, stream=gpu.d2h[1])
     gpu.record(done, gpu.d2h[1])

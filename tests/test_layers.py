@@ -24,7 +24,7 @@ LAYERS = (
     ("transfer",),
     ("kernels",),
     ("measure",),
-    ("optim",),
+    ("activations", "optim"),
     ("report",),
     ("ghoffload",),
     ("bandwidth", "check", "demo", "doctor", "watch"),

@@ -18,7 +18,7 @@ BUCKETS, SLOTS, SIZE = 6, 2, 64
 WAITS = {
     "reload waits for compute",
     "update waits for the reload",
-    "write-back waits for the update",
+    "write-back waits for its source",
     "reload waits for its buffer",
     "write-back keeps its order",
     "host waits for the write-back",
@@ -64,7 +64,7 @@ def streamed(machine: VirtualMachine, steps: int = 3) -> Tensor:
         machine.wait(compute, reloaded, label="update waits for the reload")
         machine.launch(launch("update", (), (buffer,), add_one), stream=compute)
         machine.record(updated, compute)
-        machine.wait(back, updated, label="write-back waits for the update")
+        machine.wait(back, updated, label="write-back waits for its source")
         if last is not None:
             machine.wait(back, last, label="write-back keeps its order")
         machine.copy(host, buffer, stream=back)

@@ -28,7 +28,7 @@ from torch import Tensor
 from ghoffload.errors import MachineUnavailableError
 from ghoffload.machine.host_ranges import HostRange, HostRanges, debug_wanted
 from ghoffload.machine.managed import Driver as ManagedDriver
-from ghoffload.machine.protocol import Event, Launch, Machine, Stream
+from ghoffload.machine.protocol import Event, Launch, Machine, Stamp, Stream
 from ghoffload.machine.topology import probe, unusable_gpu
 from ghoffload.machine.traffic import Traffic
 
@@ -78,6 +78,18 @@ class CudaEvent(Event):
 
     def __repr__(self) -> str:
         return f"<CudaEvent {self.name}{'' if self.recorded else ', not recorded'}>"
+
+
+class _EventStamp(Stamp):
+    """An event that has the time."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def seconds_to(self, later: Stamp) -> float:
+        assert isinstance(later, _EventStamp)
+        later._event.synchronize()
+        return float(self._event.elapsed_time(later._event)) / 1e3
 
 
 class CudaMachine(Machine):
@@ -335,6 +347,21 @@ class CudaMachine(Machine):
 
     def memory_allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device)
+
+    def memory_peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def memory_limit(self) -> int | None:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free + torch.cuda.memory_reserved(self.device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def stamp(self, stream: Stream) -> Stamp:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(_own_stream(stream).torch_stream)
+        return _EventStamp(event)
 
     def _in_hbm(self, tensor: Tensor) -> bool:
         if tensor.is_cpu:

@@ -53,6 +53,14 @@ class Event(abc.ABC):
     name: str
 
 
+class Stamp(abc.ABC):
+    """A point in a stream's time."""
+
+    @abc.abstractmethod
+    def seconds_to(self, later: Stamp) -> float:
+        """From here to a later one; waits until that has happened."""
+
+
 class Vetted:
     """What stands for the tensors of a launch that is made anew, nearly the same, at each step.
 
@@ -228,3 +236,19 @@ class Machine(abc.ABC):
     @abc.abstractmethod
     def memory_allocated(self) -> int:
         """Bytes in HBM held by live tensors, as far as this machine sees them."""
+
+    @abc.abstractmethod
+    def memory_peak(self) -> int:
+        """The most that ``memory_allocated`` ever was, or since its statistics were reset."""
+
+    @abc.abstractmethod
+    def reset_peak(self) -> None:
+        """Have ``memory_peak`` begin anew; on a GPU these are torch's own statistics."""
+
+    @abc.abstractmethod
+    def stamp(self, stream: Stream) -> Stamp:
+        """The time at which ``stream`` comes to where it is now."""
+
+    @abc.abstractmethod
+    def memory_limit(self) -> int | None:
+        """What ``memory_allocated`` can come to, as far as is known now."""

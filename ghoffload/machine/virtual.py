@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
@@ -22,7 +23,7 @@ from torch import Tensor
 from ghoffload.machine.checking import Checker
 from ghoffload.machine.clocks import HOST
 from ghoffload.machine.host_ranges import HostRange, HostRanges, debug_wanted
-from ghoffload.machine.protocol import Event, Launch, Machine, Stream
+from ghoffload.machine.protocol import Event, Launch, Machine, Stamp, Stream
 from ghoffload.machine.traffic import Traffic
 from ghoffload.machine.virtual_dispatch import EagerMode
 from ghoffload.machine.virtual_memory import Memory, Region
@@ -37,6 +38,17 @@ from ghoffload.machine.virtual_queue import (
     recorded,
 )
 from ghoffload.machine.virtual_refs import POISON, TensorRef
+
+
+class _HostStamp(Stamp):
+    """The host's clock: eager operations run at once."""
+
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
+    def seconds_to(self, later: Stamp) -> float:
+        assert isinstance(later, _HostStamp)
+        return later._at - self._at
 
 
 class VirtualMachine(Machine):
@@ -314,6 +326,19 @@ class VirtualMachine(Machine):
     def memory_allocated(self) -> int:
         self._memory.sweep()
         return self._memory.allocated
+
+    def memory_peak(self) -> int:
+        return self._memory.peak
+
+    def memory_limit(self) -> int | None:
+        return self._memory.hbm_bytes
+
+    def reset_peak(self) -> None:
+        self._memory.sweep()
+        self._memory.peak = self._memory.allocated
+
+    def stamp(self, stream: Stream) -> Stamp:
+        return _HostStamp()
 
     # -- eager operations
 

@@ -79,7 +79,7 @@ class EagerMode(TorchDispatchMode):
         if plan.accesses and not plan.maybe_view:
             checker.access(plan.name, thread, clock, reads=reads, writes=writes)
         result = func(*args, **kwargs)
-        made = [t for t in tensors_in(result) if not self._regions((t,)) <= regions]
+        made = [t for t in tensors_in(result) if plan.fresh and not self._regions((t,)) <= regions]
         copied = reads if plan.accesses and plan.maybe_view and made else ()
         checker.access(plan.name, thread, clock, reads=copied, writes=made)
         if not on_host and (arenas or plan.waits):

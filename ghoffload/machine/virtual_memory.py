@@ -62,7 +62,7 @@ class Memory:
     def __init__(self, hbm_bytes: int | None, host_bytes: int | None) -> None:
         self.hbm_bytes = hbm_bytes
         self.host_bytes = host_bytes
-        self.allocated = 0
+        self.allocated = self.peak = 0
         self.host_allocated = 0
         self.watched: dict[Region, None] = {}
         self.on_death: Callable[[Region], None] = lambda region: None
@@ -215,6 +215,9 @@ class Memory:
     def _count(self, region: Region) -> None:
         region.counted = region.end - region.start
         self.allocated += region.counted
+        if self.allocated > self.peak:  # those that died unnoticed may be among it
+            self.sweep()
+            self.peak = max(self.peak, self.allocated)
 
     def _overlapping(self, start: int, end: int) -> Iterator[Region]:
         first = max(bisect_right(self._starts, start) - 1, 0)

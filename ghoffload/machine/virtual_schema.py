@@ -39,6 +39,7 @@ class Plan:
         written: positions of the arguments that are written.
         written_names: names of the keyword arguments that are written.
         waits: the host needs the result, so it waits for the stream.
+        fresh: memory that only the result has is new; of ``set_`` it was there before.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Plan:
     written: frozenset[int]
     written_names: frozenset[str]
     waits: bool
+    fresh: bool
 
 
 @cache
@@ -65,6 +67,7 @@ def plan_of(func: Any) -> Plan:
             a.name for a, write in zip(schema.arguments, writes, strict=True) if write
         ),
         waits=bool(_WAITING_TAGS.intersection(func.tags)),
+        fresh=schema.name != "aten::set_",
     )
 
 

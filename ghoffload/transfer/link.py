@@ -63,10 +63,13 @@ class WriteBack:
         self._used = False
         self._turn = 0
 
-    def copy(self, chunks: Pairs, *, after: Stream, done: Event) -> None:
+    def copy(
+        self, chunks: Pairs, *, after: Stream, done: Event, read: Sequence[Event] = ()
+    ) -> None:
         """Queue ``(host, hbm)`` copies after what is on ``after`` now; record ``done`` behind them.
 
         ``chunks`` come from ``chunked``. Every copy queued earlier is done when ``done`` is.
+        ``read``: what read the host memory before and may not have finished.
         """
         machine = self._machine
         stream = machine.d2h[self._turn]
@@ -74,7 +77,9 @@ class WriteBack:
         for index, (host, hbm) in enumerate(chunks):
             stream = machine.d2h[self._turn]
             if index == 0:
-                machine.wait(stream, self._source_ready, label="write-back waits for the update")
+                machine.wait(stream, self._source_ready, label="write-back waits for its source")
+                for event in read:
+                    machine.wait(stream, event, label="write-back waits for readers")
             if self._used:
                 machine.wait(stream, self._last, label="write-back keeps its order")
             machine.copy(host, hbm, stream=stream)

@@ -1,0 +1,371 @@
+"""Choosing, for each block of a model, between keeping, offloading and recomputing.
+
+Note [three passes]
+    The first forward offloads everything and notes what each block saves. The second recomputes
+    every block (``torch.utils.checkpoint``) and notes how long each block's forward takes, how long
+    the backward, and what checkpointing's peak is. From then on each block has the mode that makes
+    the step shortest within the budget: Note [what a step takes]. A forward that saves more than
+    was expected begins anew; one that saves less keeps the modes.
+
+Note [what a step takes]
+    The forward takes as long as the compute, or as the link takes for what leaves, whichever is
+    longer; the backward as long as its compute and what is recomputed, or as the link takes back.
+    A kept block costs its bytes at the end of the forward. The last blocks are kept, as they are
+    needed soonest; of the others those that are offloaded are spread evenly, as the link is.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ghoffload.machine.protocol import Stamp
+
+RATE = 50e9
+"""Bytes a second each way where the link was not measured: PCIe 5 x16."""
+AT_LEAST = 0.02
+"""Of a step's time: what another choice must gain to move more bytes for it."""
+GROWTH = 1.02
+"""Of a forward's bytes: what is more is another program."""
+
+
+Around = Callable[[int], AbstractContextManager["Mode"]]
+
+
+class Mode(enum.Enum):
+    """What becomes of a block's saved tensors."""
+
+    KEEP = "keep"
+    OFFLOAD = "offload"
+    FP8 = "offload in fp8"
+    RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """What a block costs.
+
+    Attributes:
+        nbytes: that it saves.
+        input_bytes: that are saved of it where it is recomputed.
+        seconds: of its forward.
+    """
+
+    nbytes: int
+    input_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What there is to choose from.
+
+    Attributes:
+        blocks: in the order of the forward.
+        forward, backward: seconds of both with every block recomputed, without the recomputation.
+        peak: bytes in HBM then, the blocks' inputs kept.
+        d2h, h2d: bytes a second of the link.
+        code_ratio: bytes of a tensor that is coded, of those of one that is not; 0 where none is.
+        under_way: bytes that should be on their way at once for the link to be full.
+    """
+
+    blocks: Sequence[BlockCost]
+    forward: float
+    backward: float
+    peak: int
+    d2h: float
+    h2d: float
+    code_ratio: float
+    under_way: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Modes for all blocks and what they should come to.
+
+    Attributes:
+        modes: of each block.
+        move_inputs: whether the inputs of recomputed blocks are offloaded.
+        seconds: forward and backward.
+        peak: bytes in HBM.
+        moved: bytes that leave.
+        under_way: of them, at once.
+        fits: whether the peak is within the budget.
+    """
+
+    modes: tuple[Mode, ...]
+    move_inputs: bool
+    seconds: float
+    peak: int
+    moved: int
+    under_way: int
+    fits: bool
+
+
+def choose(costs: Costs, budget: int | None) -> Choice:
+    """The modes that make the step shortest within a budget; with none, in any memory.
+
+    Where nothing fits, what needs least.
+    """
+    best: Choice | None = None
+    count = len(costs.blocks)
+    moving = [Mode.OFFLOAD] + ([Mode.FP8] if costs.code_ratio else [])
+    for kept, move_inputs, mode in itertools.product(range(count + 1), (False, True), moving):
+        for moved in range(count - kept + 1):
+            if mode is Mode.FP8 and moved == 0:
+                continue
+            found = _predicted(costs, budget, kept, moved, mode, move_inputs=move_inputs)
+            if best is None or _better(found, best):
+                best = found
+    assert best is not None
+    return best
+
+
+def _better(one: Choice, other: Choice) -> bool:
+    if one.fits != other.fits:
+        return one.fits
+    if not one.fits:
+        return (one.peak, one.seconds) < (other.peak, other.seconds)
+    gain = other.seconds - one.seconds
+    if abs(gain) > AT_LEAST * other.seconds:
+        return gain > 0
+    # As good as equal: fewer bytes over the link, then the shorter.
+    return (one.moved, one.seconds) < (other.moved, other.seconds)
+
+
+def _predicted(
+    costs: Costs, budget: int | None, kept: int, moved: int, mode: Mode, *, move_inputs: bool
+) -> Choice:
+    """Note [what a step takes]."""
+    count = len(costs.blocks)
+    rest = count - kept
+    modes = [Mode.KEEP] * count
+    for index in range(rest):
+        spread = (index + 1) * moved // rest > index * moved // rest
+        modes[index] = mode if spread else Mode.RECOMPUTE
+    out, again, more, largest = 0.0, 0.0, 0, 0
+    for block, chosen in zip(costs.blocks, modes, strict=True):
+        if chosen is Mode.KEEP:
+            more += block.nbytes - block.input_bytes
+        elif chosen is Mode.RECOMPUTE:
+            again += block.seconds
+            if move_inputs:
+                out += block.input_bytes
+                more -= block.input_bytes
+                largest = max(largest, block.input_bytes)
+        else:
+            out += block.nbytes * (costs.code_ratio if chosen is Mode.FP8 else 1)
+            more -= block.input_bytes
+            largest = max(largest, block.nbytes // 4)
+    under_way = max(costs.under_way, largest) if out else 0
+    peak = costs.peak + more + under_way
+    return Choice(
+        modes=tuple(modes),
+        move_inputs=move_inputs,
+        seconds=max(costs.forward, out / costs.d2h) + max(costs.backward + again, out / costs.h2d),
+        peak=peak,
+        moved=round(out),
+        under_way=under_way,
+        fits=budget is None or peak <= budget,
+    )
+
+
+class Stage(enum.Enum):
+    """Where the learning is: Note [three passes]."""
+
+    SAVED = "what is saved"
+    TIMES = "how long it takes"
+    CHOSEN = "chosen"
+
+
+@dataclass
+class BlockLog:
+    """What one pass finds of its blocks.
+
+    Attributes:
+        stage: of the pass.
+        choice: in force.
+        current: the block whose forward runs; -1 outside of them.
+        saved: bytes by block.
+        times: begin and end of each block's forward.
+        forward, backward: begin and end of both.
+    """
+
+    stage: Stage
+    choice: Choice | None
+    current: int = -1
+    saved: dict[int, int] = field(default_factory=dict)
+    times: dict[int, list[Stamp]] = field(default_factory=dict)
+    forward: list[Stamp] = field(default_factory=list)
+    backward: list[Stamp] = field(default_factory=list)
+
+    def mode(self, block: int) -> Mode:
+        """What to do with a block, or with what is outside of them."""
+        if self.stage is Stage.SAVED:
+            return Mode.OFFLOAD
+        if self.stage is Stage.TIMES or self.choice is None:
+            return Mode.KEEP if block < 0 else Mode.RECOMPUTE
+        if block < 0:
+            return Mode.KEEP if self.choice.fits else Mode.OFFLOAD
+        return self.choice.modes[block]
+
+    def what(self) -> Mode:
+        """What to do with something that is saved now; a recomputed block saves its inputs."""
+        mode = self.mode(self.current)
+        if mode is not Mode.RECOMPUTE:
+            return mode
+        moves = self.choice is not None and self.choice.move_inputs
+        return Mode.OFFLOAD if moves and self.stage is Stage.CHOSEN else Mode.KEEP
+
+    def add(self, nbytes: int) -> None:
+        """Something was saved."""
+        self.saved[self.current] = self.saved.get(self.current, 0) + nbytes
+
+
+class Learning:
+    """What is known of the blocks of one model; shared by contexts with the same blocks.
+
+    Attributes:
+        stage: of the next pass.
+        choice: once there is one.
+    """
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.stage = Stage.SAVED
+        self.choice: Choice | None = None
+        self._blocks = [weakref.ref(module) for module in blocks.modules]
+        self._saved: dict[int, int] = {}
+        self._inputs: dict[int, int] = {}
+
+    def of(self, blocks: Blocks) -> bool:
+        """Whether these are the blocks, and no others in their place."""
+        return [ref() for ref in self._blocks] == list(blocks.modules)
+
+    def begin(self) -> BlockLog:
+        """For a pass that begins."""
+        return BlockLog(self.stage, self.choice)
+
+    def end(
+        self,
+        log: BlockLog,
+        *,
+        peak: int,
+        budget: int | None,
+        rates: tuple[float, float],
+        code_ratio: float,
+        under_way: int,
+    ) -> None:
+        """A pass is over: go on to the next stage, or begin anew where it was another program."""
+        if log.stage is not self.stage:
+            return
+        if self.stage is Stage.SAVED:
+            self._saved, self.stage = log.saved, Stage.TIMES
+            return
+        if self.stage is Stage.TIMES:
+            costs = self._costs(log, peak, rates, code_ratio, under_way)
+            if costs is not None:
+                self._inputs = log.saved
+                self.choice, self.stage = choose(costs, budget), Stage.CHOSEN
+            return
+        for block, nbytes in log.saved.items():
+            inputs = block >= 0 and log.mode(block) is Mode.RECOMPUTE
+            expected = (self._inputs if inputs else self._saved).get(block, 0)
+            if nbytes > GROWTH * expected:
+                self.stage, self.choice = Stage.SAVED, None
+                return
+
+    def _costs(
+        self,
+        log: BlockLog,
+        peak: int,
+        rates: tuple[float, float],
+        code_ratio: float,
+        under_way: int,
+    ) -> Costs | None:
+        count = len(self._blocks)
+        if len(log.times) < count or len(log.forward) != 2 or len(log.backward) != 2:
+            return None  # not every block ran, or there was no backward: another time
+        blocks = [
+            BlockCost(
+                nbytes=self._saved.get(block, 0),
+                input_bytes=log.saved.get(block, 0),
+                seconds=log.times[block][0].seconds_to(log.times[block][1]),
+            )
+            for block in range(count)
+        ]
+        again = sum(block.seconds for block in blocks)
+        forward = log.forward[0].seconds_to(log.forward[1])
+        total = sum(block.nbytes for block in blocks)
+        return Costs(
+            blocks=blocks,
+            forward=forward,
+            backward=max(log.backward[0].seconds_to(log.backward[1]) - again, forward),
+            peak=peak,
+            d2h=rates[0],
+            h2d=rates[1],
+            code_ratio=code_ratio,
+            under_way=min(under_way, total // 16),
+        )
+
+
+class Blocks:
+    """Modules whose forwards a context wraps while it is entered.
+
+    Args:
+        modules: in any order; each once.
+
+    Raises:
+        TypeError, ValueError: no modules, or one within another.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.modules = tuple(modules)
+        if not self.modules:
+            raise ValueError("blocks expects modules, got none")
+        for module in self.modules:
+            if not isinstance(module, nn.Module):
+                raise TypeError(f"blocks expects modules, got {type(module).__name__}")
+        inner = [id(m) for module in self.modules for m in module.modules()]
+        if len(set(inner)) != len(inner):
+            raise ValueError("blocks expects modules that share none, got one twice or in another")
+
+    def device(self) -> torch.device:
+        """Where they are: that of their first parameter or buffer; the CPU without any."""
+        for module in self.modules:
+            for tensor in itertools.chain(module.parameters(), module.buffers()):
+                return tensor.device
+        return torch.device("cpu")
+
+    @contextmanager
+    def wrapped(self, around: Around) -> Iterator[None]:
+        """Within it, each block's forward runs within ``around(number)``, recomputed if it says."""
+        before = [module.__dict__.get("forward") for module in self.modules]
+        for number, module in enumerate(self.modules):
+            module.forward = _wrapped(module.forward, number, around)
+        try:
+            yield
+        finally:
+            for module, own in zip(self.modules, before, strict=True):
+                if own is None:
+                    del module.forward
+                else:
+                    module.forward = own
+
+
+def _wrapped(forward: Callable[..., Any], number: int, around: Around) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with around(number) as mode:
+            if mode is Mode.RECOMPUTE:
+                return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            return forward(*args, **kwargs)
+
+    return run
