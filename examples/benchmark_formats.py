@@ -35,6 +35,8 @@ import ghoffload
 from ghoffload.machine.cuda import CudaMachine
 from ghoffload.measure import Rates
 from ghoffload.measure.measuring import measure
+from ghoffload.memory import HostArena
+from ghoffload.transfer import Reload, WriteBack, chunked
 
 Setting = dict[str, Any]
 Row = dict[str, Any]
@@ -46,6 +48,7 @@ ENGINE, KERNEL, HBM = (
     {"transfer": "kernel"},
     {"memory_kind": "device"},
 )
+COPIES = {"copies": "alone"}  # those of a step by copy engines with an fp32 master, no updates
 ALONE: dict[str, list[Setting]] = {
     "staged": [FP32 | ENGINE, SPLIT | ENGINE, BF16 | ENGINE, INT8 | ENGINE],
     "streamed": [
@@ -56,12 +59,13 @@ ALONE: dict[str, list[Setting]] = {
     "hbm": [form | HBM for form in (FP32, SPLIT, BF16, INT8)],
 }
 BESIDE: dict[str, list[Setting]] = {
-    group: [FP32 | ENGINE, INT8 | ENGINE, *(FP32 | KERNEL | {"ctas": n} for n in ctas)]
+    group: [COPIES, FP32 | ENGINE, INT8 | ENGINE, *(FP32 | KERNEL | {"ctas": n} for n in ctas)]
     for group, ctas in (("beside", (2, 4, 8)), ("model", (1, 2, 4, 8)))
 }
 GROUPS = [*ALONE, *BESIDE]
 PRODUCTS = 60  # about 100 ms on an H200, as long as a forward + backward
 BATCH, SEQUENCE = 4, 2048
+COPIED = 96 << 20  # bytes at once, each way
 
 
 def parameters(layers: int) -> list[torch.nn.Parameter]:
@@ -101,6 +105,28 @@ def timed_step(params: list[torch.nn.Parameter], setting: Setting, repeats: int)
     return {"seconds": statistics.median(times), "returned": statistics.median(returned)}
 
 
+class Copies:
+    """The copies of a step both ways, and nothing else: what the link costs what runs beside it."""
+
+    def __init__(self, nbytes: int) -> None:
+        machine = CudaMachine.of(torch.cuda.current_device())
+        self._machine, self._times = machine, max(1, nbytes // COPIED)
+        self._arena = HostArena(2 * COPIED, machine=machine, owner="copies alone")
+        host = [self._arena.carve(COPIED, torch.uint8) for _ in range(2)]
+        hbm = [torch.zeros(COPIED, dtype=torch.uint8, device=machine.device) for _ in range(2)]
+        self._in, self._out = [(hbm[0], host[0])], chunked([(host[1], hbm[1])])
+        self._reload, self._write_back = Reload(machine), WriteBack(machine)
+        self._done = [machine.event("copied in"), machine.event("copied out")]
+
+    def step(self) -> None:
+        stream = self._machine.current_stream()
+        for _ in range(self._times):
+            self._reload.copy(self._in, after=None, done=self._done[0])
+            self._write_back.copy(self._out, after=stream, done=self._done[1])
+        for event in self._done:
+            self._machine.wait(stream, event, label="copies are done")
+
+
 def work_of(group: str, layers: int) -> Work:
     """What the steps of a group run beside."""
     if group == "beside":
@@ -126,15 +152,20 @@ def work_of(group: str, layers: int) -> Work:
 def timed_beside(
     params: list[torch.nn.Parameter], setting: Setting, work: Work, clock: Clock, repeats: int
 ) -> Row:
-    optimizer = ghoffload.OffloadAdamW(params, lr=1e-4, config=setting)
+    steps: Copies | ghoffload.OffloadAdamW
+    if setting == COPIES:
+        steps = Copies(12 * sum(p.numel() for p in params))
+    else:
+        steps = ghoffload.OffloadAdamW(params, lr=1e-4, config=setting)
     torch.cuda.reset_peak_memory_stats()
-    found = beside(work, optimizer.step, clock, repeats=repeats)
-    del optimizer
+    found = beside(work, steps.step, clock, repeats=repeats)
+    del steps
     return found | {"work": work.name, "peak_hbm": torch.cuda.max_memory_allocated()}
 
 
 def words(setting: Setting) -> str:
-    return " ".join(f"{v}" if k != "ctas" else f"{v} CTAs" for k, v in setting.items())
+    named = {"ctas": "{} CTAs", "copies": "copies {}"}
+    return " ".join(named.get(k, "{}").format(v) for k, v in setting.items())
 
 
 def rate(row: Row, count: int) -> float:

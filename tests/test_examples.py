@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import json
 import os
 import re
@@ -24,7 +26,7 @@ WORDS = {
 }
 
 
-OF_THEIR_OWN = ("convergence.py", "train_offload.py")  # tests
+OF_THEIR_OWN = ("convergence.py", "offload_activations.py", "train_offload.py")  # tests
 
 
 def start(name: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -71,6 +73,90 @@ def test_train_offload_trains_and_reports() -> None:
     assert f"{parameters:,} parameters" in out
     assert rows["exp_avg"] == [rows["exp_avg"][0], f"{4 * parameters:,}", "4.00"]
     assert rows["exp_avg"][0] in ("system", "pinned")
+
+
+# 3 blocks that save 16 activations of 256 KiB each on the CPU, of 512 KiB on a GPU.
+SMALL_ON_CPU = "--hidden 64 --layers 3 --heads 2 --context 64 --batch 16 --steps 4".split()
+SMALL_ON_GPU = "--hidden 256 --layers 3 --heads 4 --context 128 --batch 8 --steps 4".split()
+
+
+def size_in(cell: str) -> float:
+    number, unit = cell.split()
+    return float(number) * {"B": 1.0, "kB": 1e3, "MB": 1e6}[unit]
+
+
+def offloads_activations(picture: Path, *words: str) -> None:
+    """The example's page: the same bits, a lower peak, and no more moved than that takes."""
+    out = run("offload_activations.py", *words, "--picture", str(picture))
+    steps = re.findall(
+        r"^step (\d) +loss (\S+) +gradients ([0-9a-f]{12}) +(.*)$", out, re.MULTILINE
+    )
+    assert [step for step, *_ in steps] == list("12345"), "4, and one for the picture"
+    assert float(steps[3][1]) < float(steps[0][1]) - 0.1, "it trains"
+    assert len({gradients for _, _, gradients, _ in steps}) == 5
+    assert {said for *_, said in steps} == {"the same in all three"}
+    assert "bit for bit the same" in out
+
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]
+    rows = {re.sub(r"(virtual )| \(.*", "", row[0]): row[1:] for row in cells if row}
+    none, everything, some = map(size_in, rows["peak HBM"])
+    budget = size_in(rows["budget"][2])
+    assert budget == pytest.approx((none + everything) / 2, rel=0.01)
+    assert everything < some <= 1.001 * budget < none
+    moved = {name: [size_in(cell) for cell in rows[name]] for name in rows if "and back" in name}
+    to_host = [size_in(cell) for cell in rows["moved to the host a step"]]
+    assert to_host[0] == moved["and back"][0] == 0
+    assert 0 < to_host[2] < to_host[1]
+    assert 0 < moved["and back"][2] <= to_host[2]
+    assert all(float(cell.removesuffix(" ms").replace(",", "")) > 0 for cell in rows["time a step"])
+    for said in ("of what the forward saved was offloaded", "for which the budget has room"):
+        assert said in out
+
+
+def test_offload_activations_changes_no_bit_and_lowers_the_peak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GHOFFLOAD_MACHINE", "virtual")
+    offloads_activations(tmp_path / "hbm.png", *SMALL_ON_CPU)
+    assert (tmp_path / "hbm.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.mark.gpu
+def test_offload_activations_on_a_gpu(tmp_path: Path) -> None:
+    offloads_activations(tmp_path / "hbm.svg", *SMALL_ON_GPU)
+    assert "<svg" in (tmp_path / "hbm.svg").read_text(encoding="utf-8")
+
+
+def test_offload_activations_fails_where_gradients_differ(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = ROOT / "examples" / "offload_activations.py"
+    monkeypatch.setenv("GHOFFLOAD_MACHINE", "virtual")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # it sets it, else
+    spec = importlib.util.spec_from_file_location("offload_activations", path)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, example)
+    spec.loader.exec_module(example)
+    monkeypatch.setattr(sys, "argv", [path.name, *SMALL_ON_CPU])
+    hashes = (f"{number:064x}" for number in itertools.count())
+    monkeypatch.setattr(example, "hash_of", lambda tensors: next(hashes))
+    assert example.main() == 1
+    assert capsys.readouterr().out.count("NOT the same in all three") == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--picture", "hbm.jpeg"], "expected a name that ends in .png or .svg, got 'hbm.jpeg'"),
+        (["--steps", "2"], "--steps expects 3 or more, got 2"),
+    ],
+)
+def test_offload_activations_refuses(words: list[str], said: str) -> None:
+    done = start("offload_activations.py", *words)
+    assert done.returncode == 2
+    assert said in done.stderr
 
 
 def test_convergence_compares_formats_and_goes_on_where_it_was(

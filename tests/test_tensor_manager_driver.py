@@ -307,18 +307,20 @@ def test_a_node_is_confirmed_by_the_driver(
     bindings: Bindings, machine: Cuda, monkeypatch: pytest.MonkeyPatch, there: tuple[int, int]
 ) -> None:
     kind, number = there
-    answers = {"type": kind, "id": number}
+    answers = {7: kind, 8: number}
     found = SimpleNamespace(
-        CU_MEM_RANGE_ATTRIBUTE_LAST_PREFETCH_LOCATION_TYPE="type",
-        CU_MEM_RANGE_ATTRIBUTE_LAST_PREFETCH_LOCATION_ID="id",
+        CU_MEM_RANGE_ATTRIBUTE_LAST_PREFETCH_LOCATION_TYPE=7,
+        CU_MEM_RANGE_ATTRIBUTE_LAST_PREFETCH_LOCATION_ID=8,
     )
     monkeypatch.setattr(bindings, "CUmem_range_attribute", found, raising=False)
-    monkeypatch.setattr(
-        bindings,
-        "cuMemRangeGetAttribute",
-        lambda size, which, address, nbytes: (0, answers[which]),
-        raising=False,
-    )
+
+    def ask(answer: Any, size: int, which: int, address: int, nbytes: int) -> int:
+        assert (size, nbytes) == (4, 1 << 20)
+        answer._obj.value = answers[which]
+        return 0
+
+    library = SimpleNamespace(cuMemRangeGetAttribute=ask)
+    monkeypatch.setattr("ghoffload.machine.managed.ctypes.CDLL", lambda name: library)
     kinds = SimpleNamespace(
         CU_MEM_LOCATION_TYPE_HOST_NUMA=5,
         CU_MEM_LOCATION_TYPE_HOST=2,
