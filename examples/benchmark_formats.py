@@ -116,12 +116,14 @@ class Copies:
         hbm = [torch.zeros(COPIED, dtype=torch.uint8, device=machine.device) for _ in range(2)]
         self._in, self._out = [(hbm[0], host[0])], chunked([(host[1], hbm[1])])
         self._reload, self._write_back = Reload(machine), WriteBack(machine)
+        self._begin = machine.event("copies begin")
         self._done = [machine.event("copied in"), machine.event("copied out")]
 
     def step(self) -> None:
         stream = self._machine.current_stream()
+        self._machine.record(self._begin, stream)
         for _ in range(self._times):
-            self._reload.copy(self._in, after=None, done=self._done[0])
+            self._reload.copy(self._in, after=self._begin, done=self._done[0])
             self._write_back.copy(self._out, after=stream, done=self._done[1])
         for event in self._done:
             self._machine.wait(stream, event, label="copies are done")
