@@ -54,8 +54,8 @@ ON_CPU = Preset(
     steps=4,
     lr=1e-3,
     config={"bucket_bytes": 1 << 20},
-    hbm_bytes=512_000_000,
-    host_bytes=2_000_000_000,
+    hbm_bytes=4_000_000_000,
+    host_bytes=4_000_000_000,
 )
 SHAPE = ("hidden", "layers", "heads", "context", "batch", "steps")
 TO_LEARN = 2  # steps: the first moves everything, the second has a plan and memory to take anew
@@ -280,7 +280,7 @@ def arguments() -> argparse.Namespace:
 
 def options_for(preset: Preset, place: Place) -> dict[str, Any]:
     """The defaults for gigabytes; what is small there is all there is of a small model."""
-    one = preset.tokens * preset.hidden * place.compute.itemsize  # of what each block saves 16 of
+    one = preset.tokens * preset.hidden * place.compute.itemsize  # the input of each block
     if one >= 32 << 20:
         return {}
     return {"min_offload_bytes": one // 2, "window_bytes": 4 * one, "ahead_bytes": 4 * one}
@@ -323,4 +323,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except torch.OutOfMemoryError as error:
+        raise SystemExit(f"out of memory: {str(error).splitlines()[0]}") from None

@@ -261,6 +261,6 @@ def test_the_group_model_runs_in_small(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 6
+    assert len(rows) == 7
     assert not [row["error"] for row in rows if "error" in row]
     assert all(row["covered"] == 1 for row in rows)

@@ -44,7 +44,7 @@ def test_the_python_snippets_run(
 
 
 def test_the_snippets_as_a_script_end_quietly(tmp_path: Path) -> None:
-    """The last statement is a ``step()``: its write-back is still under way as Python exits."""
+    """The write-back of the last ``step()`` is still under way as Python exits."""
     script = tmp_path / "script.py"
     script.write_text("\n".join(source for _, source in blocks("python")), encoding="utf-8")
     done = subprocess.run(

@@ -7,9 +7,14 @@ Note [parameters]
     transposes and casts to the leaf they began with, or by their storage. A frozen weight that
     autocast casts has neither base nor node: with ``model=`` it is known by dtype and shape, and an
     activation that is taken for one merely stays.
+    Where the model gets other storages (``to``, ``load_state_dict(assign=True)``) it is read again:
+    noticed by the first and the last of its frozen parameters and of its buffers, as the others are
+    known without it.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +47,9 @@ class Recogniser:
     def __init__(self, machine: Machine, *, model: nn.Module | None, min_bytes: int) -> None:
         self._device, self._min_bytes, self._model = machine.device, min_bytes, model
         self._storages: dict[int, tuple[StorageWeakRef, str]] = {}
-        self._frozen: frozenset[tuple[int, ...]] = frozenset()
+        self._most = _KNOWN
+        self._signs: list[tuple[dict[str, Any], str, int | None]] = []
+        self._frozen: dict[tuple[int, ...], set[torch.dtype]] = {}  # dtypes by shape
         if model is not None:
             self._read(model)
 
@@ -58,18 +65,24 @@ class Recogniser:
             return "subclass"
         if tensor.device != self._device:
             return "device"
-        if tensor.layout is not torch.strided or tensor.is_quantized:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             return "layout"
         if tensor.is_conj() or tensor.is_neg():
             return "layout"
-        if tensor.untyped_storage().data_ptr() == 0:
+        try:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() == 0:
+                return "layout"
+        except (NotImplementedError, RuntimeError):  # a wrapper of vmap's or functionalize's, zeros
             return "layout"
-        why = self._known(tensor)
+        why = self._known(tensor, storage._cdata)
         if why is not None:
             return why
-        return "small" if tensor.numel() * tensor.element_size() < self._min_bytes else None
+        # An expanded tensor has fewer bytes than elements.
+        nbytes = min(tensor.numel() * tensor.element_size(), storage.nbytes())
+        return "small" if nbytes < self._min_bytes else None
 
-    def _known(self, tensor: Tensor) -> str | None:
+    def _known(self, tensor: Tensor, storage: int) -> str | None:
         base = tensor._base if tensor._is_view() else None
         for one in (tensor, base):
             if one is None:
@@ -77,10 +90,13 @@ class Recogniser:
             if isinstance(one, nn.Parameter) or (one.is_leaf and one.requires_grad):
                 self._remember(one, "parameter")
                 return "parameter"
-        found = self._storages.get(tensor.untyped_storage()._cdata)
+        node = tensor.grad_fn
+        if node is None and self._signs and self._changed():
+            assert self._model is not None
+            self._read(self._model)
+        found = self._storages.get(storage)
         if found is not None and not found[0].expired():
             return found[1]
-        node = tensor.grad_fn
         for _ in range(_FAR):
             if node is None:
                 break
@@ -92,32 +108,55 @@ class Recogniser:
         return self._cast_of_frozen(tensor, base)
 
     def _cast_of_frozen(self, tensor: Tensor, base: Tensor | None) -> str | None:
-        """A leaf without grad, of autocast's dtype, of a frozen parameter's shape."""
-        if self._model is None or tensor.requires_grad or tensor.grad_fn is not None:
+        """A leaf without grad, of autocast's dtype, of the shape of a frozen parameter in another.
+
+        Whether autocast is on cannot be asked: it is off within the operation that it casts for.
+        """
+        if not self._frozen or tensor.requires_grad or tensor.grad_fn is not None:
             return None
-        kind = self._device.type
-        if not torch.is_autocast_enabled(kind) or tensor.dtype != torch.get_autocast_dtype(kind):
+        if tensor.dtype != torch.get_autocast_dtype(self._device.type):
             return None
         whole = tensor if base is None else base
-        return "parameter" if tuple(whole.shape) in self._frozen else None
+        dtypes = self._frozen.get(tuple(whole.shape), set())
+        return "parameter" if dtypes - {tensor.dtype} else None
 
     def _read(self, model: nn.Module) -> None:
-        frozen = set()
-        for parameter in model.parameters():
-            self._remember(parameter, "parameter")
-            if not parameter.requires_grad:
-                frozen.add(tuple(parameter.shape))
-        for buffer in model.buffers():
-            self._remember(buffer, "buffer")
-        self._frozen = frozenset(frozen)
+        frozen: list[tuple[dict[str, Any], str]] = []
+        buffers: list[tuple[dict[str, Any], str]] = []
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._remember(parameter, "parameter")
+                    if not parameter.requires_grad:
+                        frozen.append((module._parameters, name))
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    self._remember(buffer, "buffer")
+                    buffers.append((module._buffers, name))
+        self._frozen = {}
+        for home, name in frozen:
+            self._frozen.setdefault(tuple(home[name].shape), set()).add(home[name].dtype)
+        signs = (*frozen[:1], *frozen[-1:], *buffers[:1], *buffers[-1:])
+        self._signs = [(home, name, _storage_of(home[name])) for home, name in signs]
+
+    def _changed(self) -> bool:
+        return any(_storage_of(home.get(name)) != known for home, name, known in self._signs)
 
     def _remember(self, tensor: Tensor, what: str) -> None:
-        try:
-            storage = tensor.untyped_storage()
-        except NotImplementedError:  # a subclass that wraps others
+        at = _storage_of(tensor)
+        if at is None or (at in self._storages and not self._storages[at][0].expired()):
             return
-        if storage._cdata in self._storages and not self._storages[storage._cdata][0].expired():
-            return
-        if len(self._storages) > _KNOWN:
+        if len(self._storages) > self._most:
             self._storages = {k: v for k, v in self._storages.items() if not v[0].expired()}
-        self._storages[storage._cdata] = (StorageWeakRef(storage), what)
+            self._most = max(_KNOWN, 2 * len(self._storages))
+        self._storages[at] = (StorageWeakRef(tensor.untyped_storage()), what)
+
+
+def _storage_of(tensor: Tensor | None) -> int | None:
+    """What identifies a storage while it is remembered."""
+    if tensor is None:
+        return None
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # a subclass that wraps others
+        return None

@@ -4,12 +4,15 @@ Note [readers]
     A block is given back while a copy may still read it. So it comes back with the event of its
     last reader, and whoever takes some of its bytes next gets the events of all who had them, to
     wait for in stream order. Nobody waits on the host.
+    What a taker is told of, its slab forgets for those bytes: they are the taker's until it gives
+    them back. So free bytes have one entry each, and there are no more entries than ranges.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +25,6 @@ from ghoffload.memory.extents import Extents
 from ghoffload.memory.limits import available_host_bytes
 
 SLAB_BYTES = 256 << 20
-_MOST_READERS = 64  # entries of a slab; beyond, the older half become one
 
 
 @dataclass(eq=False)
@@ -34,6 +36,8 @@ class Block:
         nbytes: of it.
         after: what may still read these bytes; a write has to wait for it.
         free_after: set by the owner before ``Slabs.give``: the last queued copy that reads them.
+            ``None`` where it queued none, and then ``after`` still holds for the next.
+        given: whether it was given back.
     """
 
     memory: Tensor
@@ -42,11 +46,12 @@ class Block:
     slab: _Slab
     start: int
     free_after: Event | None = None
+    given: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Readers:
-    """Who may still read bytes [start, end) of a slab."""
+    """Who may still read bytes [start, end) of a slab, which are free."""
 
     start: int
     end: int
@@ -57,34 +62,36 @@ class _Slab:
     def __init__(self, arena: HostArena) -> None:
         self.arena = arena
         self.extents = Extents(arena.nbytes, ALIGNMENT)
-        self.readers: list[_Readers] = []
+        self.readers: list[_Readers] = []  # disjoint, in order: Note [readers]
 
     def take(self, start: int, nbytes: int) -> Block:
+        memory = self.arena.tensor(start, nbytes, torch.uint8)
         self.extents.take(start, nbytes)
         end = start + self.extents.rounded(nbytes)
-        after: dict[Event, None] = {}
-        left = []
-        for reader in self.readers:
-            if reader.start < end and start < reader.end:
-                after.update(dict.fromkeys(reader.events))
-            if not (start <= reader.start and reader.end <= end):
-                left.append(reader)
-        self.readers = left
-        memory = self.arena.tensor(start, nbytes, torch.uint8)
+        first = bisect_right(self.readers, start, key=lambda reader: reader.end)
+        last = bisect_left(self.readers, end, lo=first, key=lambda reader: reader.start)
+        overlapping = self.readers[first:last]
+        self.readers[first:last] = [
+            _Readers(a, b, reader.events)
+            for reader in overlapping
+            for a, b in ((reader.start, start), (end, reader.end))
+            if a < b
+        ]
+        after = dict.fromkeys(event for reader in overlapping for event in reader.events)
         return Block(memory, nbytes, tuple(after), self, start)
 
     def give(self, block: Block) -> None:
+        if block.given:
+            raise AssertionError(
+                f"internal error: {block.nbytes:,} bytes at {block.start:,} are given back twice"
+            )
         self.extents.give(block.start, block.nbytes)
-        if block.free_after is None:
-            return
-        end = block.start + self.extents.rounded(block.nbytes)
-        self.readers.append(_Readers(block.start, end, (block.free_after,)))
-        if len(self.readers) > _MOST_READERS:
-            older, self.readers = self.readers[:-32], self.readers[-32:]
-            events = dict.fromkeys(event for reader in older for event in reader.events)
-            first = min(reader.start for reader in older)
-            last = max(reader.end for reader in older)
-            self.readers.insert(0, _Readers(first, last, tuple(events)))
+        block.given = True
+        events = block.after if block.free_after is None else (block.free_after,)
+        if events:
+            end = block.start + self.extents.rounded(block.nbytes)
+            at = bisect_left(self.readers, block.start, key=lambda reader: reader.start)
+            self.readers.insert(at, _Readers(block.start, end, events))
 
 
 @dataclass(eq=False)
@@ -143,12 +150,7 @@ class Slabs:
     def trim(self) -> None:
         """Give slabs back to the system of which nothing is taken. Waits for queued work."""
         with self._lock:
-            whole = [slab for slab in self._slabs if slab.extents.whole]
-            if whole:
-                self.machine.synchronize_all()
-            for slab in whole:
-                self._slabs.remove(slab)
-                slab.arena.close()
+            self._trim()
 
     def close(self) -> None:
         """Give everything back, once queued work has run; in a forked child this does nothing."""
@@ -159,6 +161,14 @@ class Slabs:
             for slab in self._slabs:
                 slab.arena.close()
             self._slabs.clear()
+
+    def _trim(self) -> None:
+        whole = [slab for slab in self._slabs if slab.extents.whole]
+        if whole:
+            self.machine.synchronize_all()
+        for slab in whole:
+            self._slabs.remove(slab)
+            slab.arena.close()
 
     def _fit(self, nbytes: int) -> Block | None:
         fits = [
@@ -173,25 +183,31 @@ class Slabs:
 
     def _grow(self, nbytes: int) -> None:
         need = align(nbytes, ALIGNMENT)
-        reserved = self.reserved_bytes
-        if self.limit_bytes is not None and reserved + need > self.limit_bytes:
-            raise self._no_room(need, f"the limit is {self.limit_bytes:,}")
-        size = max(need, self.slab_bytes)
+        if not self._bounded(need):
+            self._trim()  # what is free, but in slabs that are too small for this one
+            if not self._bounded(need):
+                raise self._no_room(need, f"the limit is {self.limit_bytes:,}")
+        size = max(need, align(self.slab_bytes, ALIGNMENT))
         if self.limit_bytes is not None:
-            size = min(size, (self.limit_bytes - reserved) // ALIGNMENT * ALIGNMENT)
-        failure: torch.OutOfMemoryError | None = None
-        for tried in dict.fromkeys((size, need)):  # less than a slab where that is all there is
-            try:
-                arena = HostArena(tried, machine=self.machine, owner=self.owner)
-            except torch.OutOfMemoryError as error:
-                failure = error
-                continue
-            self._slabs.append(_Slab(arena))
-            self.allocations += 1
-            return
-        available = available_host_bytes()
-        said = "an unknown number of bytes is" if available is None else f"{available:,} bytes are"
-        raise self._no_room(need, f"{said} available ({failure})") from failure
+            size = min(size, (self.limit_bytes - self.reserved_bytes) // ALIGNMENT * ALIGNMENT)
+        try:
+            return self._add(size)
+        except torch.OutOfMemoryError:
+            self._trim()
+        try:
+            return self._add(need)  # less than a slab where that is all there is
+        except torch.OutOfMemoryError as error:
+            available = available_host_bytes()
+            said = "an unknown number" if available is None else f"{available:,}"
+            raise self._no_room(need, f"{said} bytes are available ({error})") from error
+
+    def _bounded(self, need: int) -> bool:
+        return self.limit_bytes is None or self.reserved_bytes + need <= self.limit_bytes
+
+    def _add(self, nbytes: int) -> None:
+        arena = HostArena(nbytes, machine=self.machine, owner=self.owner)
+        self._slabs.append(_Slab(arena))
+        self.allocations += 1
 
     def _no_room(self, need: int, why: str) -> torch.OutOfMemoryError:
         return torch.OutOfMemoryError(
