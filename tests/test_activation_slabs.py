@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Iterator
@@ -159,7 +160,7 @@ def test_any_sequence_keeps_ranges_apart_and_readers_known(moves: list[tuple[str
             for slab in slabs._slabs:
                 ends = [(reader.start, reader.end) for reader in slab.readers]
                 assert all(a < b for a, b in ends)
-                assert all(a[1] <= b[0] for a, b in zip(ends, ends[1:], strict=False))
+                assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
         for block in taken:
             slabs.give(block)
         assert all(slab.extents.whole for slab in slabs._slabs)  # nothing is lost

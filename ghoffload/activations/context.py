@@ -49,7 +49,8 @@ class offload_activations(contextlib.ContextDecorator):
 
     Args:
         budget_bytes: bytes in HBM (an int, or text such as ``"40 GiB"``) that forward and backward
-            should stay below; no more is moved than that needs. The first pass moves everything.
+            should stay below; no more is moved than that needs. The first pass moves everything
+            and, to learn what the model needs, resets torch's peak memory statistics.
         fraction: of the bytes to move, 0 to 1, evenly over the forward.
         policy: called with a ``Saved`` for each tensor; returns ``"keep"``, ``"offload"``,
             ``"fp8"`` or a bool. ``"auto"`` takes the memory of the GPU for the budget where none is
@@ -57,7 +58,7 @@ class offload_activations(contextlib.ContextDecorator):
         blocks: modules (``model.layers``) each of which is kept, offloaded or recomputed as a
             whole, whatever makes the step shortest within the budget; with ``compress`` offloaded
             in fp8, too. It owns their checkpointing: do not checkpoint them yourself. Two passes
-            are for learning: blocks.py has how.
+            are for learning, and reset torch's peak memory statistics: blocks.py has how.
         compress: ``"fp8"`` moves half-precision tensors in half their bytes (e4m3 with a scale for
             each 128 elements: ``kernels/coding.py`` has the error bounds), and is not exact.
         min_offload_bytes: of what stays in HBM for being small.
@@ -222,7 +223,7 @@ class _Forward:
         if found is None or found[0].mover.machine.capturing:
             return tensor
         home, recogniser = found
-        with torch.no_grad(), home.mover.exclusive():
+        with torch.no_grad(), home.mover.exclusive(), home.hook():
             return self._packed(tensor, home, recogniser)
 
     def _packed(self, tensor: Tensor, home: Pass, recogniser: Recogniser) -> Any:
@@ -349,7 +350,7 @@ def unpack(packed: Any) -> Tensor:
     assert isinstance(packed, (Kept, Moved))
     packed.check()
     home = packed.home
-    with torch.no_grad(), home.mover.exclusive():
+    with torch.no_grad(), home.mover.exclusive(), home.hook():
         home.in_backward()
         if isinstance(packed, Moved):
             return home.mover.serve(packed)

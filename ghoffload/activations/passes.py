@@ -8,9 +8,10 @@ Note [learning]
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ghoffload.activations.blocks import BlockLog, Learning, Stage
 from ghoffload.activations.spill import Extent, Spill, State
+from ghoffload.activations.usage import Usage
 from ghoffload.machine.protocol import Stamp
 
 if TYPE_CHECKING:
@@ -53,9 +55,8 @@ class Learned:
         order: numbers in the order in which backward asked for them first.
         in_vain: numbers whose storage outlived the forward: moving them freed nothing.
         at_once: numbers that backward asked for before they had left.
-        saved, served: bytes in HBM when each was saved, and when it was asked for, less what was
-            on its way: what a budget is compared with. Empty where there is none.
-        margin: bytes by which the peak was above the most that was in HBM at these times.
+        saved, served: bytes that were needed from when each was saved, and from when it was asked
+            for, beside what was on its way: usage.py. Empty where there is no budget.
     """
 
     candidates: Sequence[Candidate]
@@ -64,7 +65,6 @@ class Learned:
     at_once: frozenset[int]
     saved: Mapping[int, int]
     served: Mapping[int, int]
-    margin: int
 
 
 class Pass:
@@ -110,7 +110,8 @@ class Pass:
         self._ended = self._finished = self._over = self._in_backward = False
         self._ahead: deque[int] | None = None
         learns = budget is not None and expected is None and log is None
-        self._usage = _Usage(mover) if learns else None
+        self._usage = Usage(mover) if learns else None
+        self._last: weakref.ref[Spill] | None = None
         self._times = log if log is not None and log.stage is Stage.TIMES else None
         if self._times is not None:
             mover.machine.reset_peak()
@@ -126,8 +127,20 @@ class Pass:
             self.expected = self.plan = None
         self.candidates.append(candidate)
         if self._usage is not None:
-            self._usage.saved[index] = self._usage.now()
+            self._usage.save(index)
         return index
+
+    @contextlib.contextmanager
+    def hook(self) -> Iterator[None]:
+        """Around each hook: a learning pass reads between them what is in use."""
+        usage = self._usage
+        if usage is None:
+            yield
+            return
+        usage.pause()
+        yield
+        last = self._last() if self._last is not None and not self._order else None
+        usage.resume(last)
 
     def room(self, index: int) -> int:
         """Bytes that may be leaving once a number has been saved."""
@@ -150,7 +163,7 @@ class Pass:
 
     def add(self, spill: Spill) -> None:
         """A spill of this pass has begun to leave."""
-        self._spills[spill.index] = weakref.ref(spill)
+        self._spills[spill.index] = self._last = weakref.ref(spill)
         self.moved_bytes += spill.nbytes
         self.link_bytes += spill.moved_bytes
 
@@ -161,7 +174,7 @@ class Pass:
             if self.plan is not None:
                 self.ahead_bytes = self.plan.ahead.get(index, self.ahead_bytes)
             if self._usage is not None:
-                self._usage.served[index] = self._usage.now()
+                self._usage.serve(index)
 
     def in_backward(self) -> None:
         """Something is asked for: by a backward, or by someone who looks at a node's tensors."""
@@ -181,6 +194,8 @@ class Pass:
             del self._times.backward[1:]
             self._stamp(self._times.backward)
         with self.mover.exclusive():
+            if self._usage is not None:
+                self._usage.pause()
             if not self.handles or len(self._order) == len(self.candidates):
                 self._learn()
 
@@ -221,7 +236,6 @@ class Pass:
                     at_once=frozenset(self.at_once),
                     saved={} if usage is None else usage.saved,
                     served={} if usage is None else usage.served,
-                    margin=0 if usage is None else usage.margin(),
                 ),
             )
 
@@ -261,24 +275,3 @@ class Pass:
             return backwards
         known = set(expected.order)
         return [*expected.order, *(index for index in backwards if index not in known)]
-
-
-class _Usage:
-    """Readings of the memory in use, for a budget."""
-
-    def __init__(self, mover: Mover) -> None:
-        self.saved: dict[int, int] = {}
-        self.served: dict[int, int] = {}
-        self._mover = mover
-        mover.machine.reset_peak()
-        self._most = 0
-
-    def now(self) -> int:
-        """Bytes in HBM, less what is on its way."""
-        allocated = self._mover.machine.memory_allocated()
-        self._most = max(self._most, allocated)
-        return max(allocated - self._mover.leaving_bytes - self._mover.coming_bytes, 0)
-
-    def margin(self) -> int:
-        """What the peak was above the readings."""
-        return max(self._mover.machine.memory_peak() - self._most, 0)

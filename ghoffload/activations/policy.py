@@ -1,8 +1,8 @@
 """What is kept, offloaded, or offloaded in fewer bytes.
 
 Note [budget]
-    The first pass moves everything and notes how many bytes are in HBM whenever something is saved
-    or asked for. A tensor that is kept adds its bytes to all of these between its save and its use.
+    The first pass moves everything and notes how many bytes are needed from each save and each use
+    to the next. A tensor that is kept adds its bytes to all of these between its save and its use.
     From the last saved to the first, as they are needed soonest, tensors are kept as long as no sum
     is beyond the budget; so no more is moved than that needs. What may be leaving at once is the
     room that is left at that moment: a lot early in forward, little at its end.
@@ -121,18 +121,16 @@ def _within(options: Options, learned: Learned, budget: int, kept: dict[int, str
     count = len(learned.candidates)
     sizes = [candidate.nbytes for candidate in learned.candidates]
     position = {index: count + at for at, index in enumerate(learned.order)}
-    # A tensor is there when it is saved, and has to be when it is asked for.
     in_use = np.array(
         [learned.saved[index] for index in range(count)]
-        + [learned.served[index] + sizes[index] for index in learned.order],
+        + [learned.served[index] for index in learned.order],
         dtype=np.int64,
     )
-    budget -= learned.margin
     spare = budget - int(in_use.max(initial=0))
     if spare < 0:
         warnings.warn(
-            f"budget_bytes expects {budget + learned.margin - spare:,} or more for this model: so "
-            f"much is in HBM with everything moved that can be; got {budget + learned.margin:,}",
+            f"budget_bytes expects {budget - spare:,} or more for this model: so much is in HBM "
+            f"with everything moved that can be; got {budget:,}",
             RuntimeWarning,
             stacklevel=2,
         )
