@@ -1,243 +1,234 @@
-"""Forward + backward with activations offloaded, recomputed or kept, in one run.
+"""Forward + backward of a Llama of 1.1 billion parameters, by what becomes of what forward saves.
 
-    python examples/benchmark_activations.py --out activations.json        # about 2 minutes
-    python examples/benchmark_activations.py --tokens 8192 --batch 1       # one long sequence
+    python examples/benchmark_activations.py --out activations.json     # under 3 minutes on an H200
+    python examples/benchmark_activations.py --only everything,budgets  # some of the groups
+    python examples/benchmark_activations.py --tokens 8k,32k            # one sequence of so many
 
-A Llama shape of 1.1 billion bf16 parameters, 4 x 2048 tokens; no optimizer. Each setting runs until
-it has learned what it can, then a few times: the median by the device's clock, peak HBM by torch's
-allocator, bytes over the link by the machine's counters, and a hash of all gradients against those
-of the plain forward and backward (which is run twice: where its own hashes differ, the model's
-backward is not deterministic and nothing can be said).
+On one CUDA GPU, bf16, attention by ``scaled_dot_product_attention``, no optimizer. Each setting is
+warmed up (the first steps of offload_activations learn), then timed: medians of the time between
+events around forward + backward, and of the host's time until the device is idle. Peak HBM is the
+most that was allocated in the timed steps, and ``over w+g`` what of it is neither weights nor
+gradients.
 
-The link's floor is what the bytes take that leave in forward and come back in backward, at the
-rates measured in this run: out / d2h + back / h2d. Forward + backward cannot be faster than the
-longer of that floor and its own compute.
+The link's floor of a setting is ``out / d2h + back / h2d``: bytes that left in a step over the
+link's rate to the host, and bytes that came back over its rate from there. Nothing comes back
+before the forward has ended, so no step that moves these bytes, and computes meanwhile, is shorter
+if the link is what it waits for; where the link keeps up with the compute, ``x none`` is the figure
+to look at. Rates are measured before and after, with ghoffload.measure, and the better are used.
+
+Whether gradients are bit for bit those without offloading is seen by a digest of all of them after
+one more step, under torch's deterministic algorithms (backward of attention adds up in any order
+otherwise). Without offloading that step runs twice: where the two differ, nothing can be compared.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
-import hashlib
+import dataclasses
 import json
+import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from _activation_device import Gpu, deterministic, digest
+from _activation_tables import (
+    Row,
+    bits,
+    derive,
+    left_out,
+    table,
+    verdict_table,
+    verdicts,
+)
+from _activation_ways import (
+    GROUPS,
+    NOTHING,
+    PEERS,
+    SAVE_ON_CPU,
+    LeftOut,
+    Setting,
+    Way,
+    budget_of,
+    pinned_by_torch,
+    settings,
+    way_of,
+)
 from _bench_model import SHAPES, Llama
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-import ghoffload
-from ghoffload.activations.context import release
-from ghoffload.machine.cuda import CudaMachine
-from ghoffload.measure.measuring import measure
-from ghoffload.measure.rates import Rates
+from ghoffload.memory import available_host_bytes
 
-Context = Callable[[], contextlib.AbstractContextManager[Any]]
-Row = dict[str, Any]
-
-WARM = 4  # passes: with blocks the third is the first by plan
+WARM_UP = 3  # steps: offload_activations learns in one, with blocks in two
+HOST_SHARE = 0.8  # of what is available on the host: beyond it other programs may be killed
 
 
-@contextlib.contextmanager
-def recomputed(blocks: torch.nn.ModuleList) -> Iterator[None]:
-    """Each block under ``torch.utils.checkpoint``."""
-    for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    try:
-        yield
-    finally:
-        for block in blocks:
-            del block.forward
+def step_of(model: Llama, tokens: Tensor, way: Way) -> Callable[[], None]:
+    """A step of a way, to be run again and again."""
 
-
-def recomputed_and_offloaded(blocks: torch.nn.ModuleList) -> contextlib.AbstractContextManager[Any]:
-    stack = contextlib.ExitStack()
-    stack.enter_context(ghoffload.offload_activations())
-    stack.enter_context(recomputed(blocks))
-    return stack
-
-
-def fingerprint(model: torch.nn.Module) -> str:
-    """Of all gradients' bits."""
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        bits = parameter.grad.view(torch.int16).flatten()
-        # A sum that every bit and place enters, so that little has to leave the device.
-        places = torch.arange(bits.numel(), device=bits.device)
-        digest.update(str(((places % 65521 + 1) * bits.long()).sum().item()).encode())
-    return digest.hexdigest()[:16]
-
-
-def measured(model: Llama, tokens: Tensor, context: Context, repeats: int) -> Row:
-    machine = CudaMachine.of("cuda")
-    times, peaks = [], []
-    before = (machine.traffic.d2h_bytes, machine.traffic.h2d_bytes)
-    for repeat in range(-WARM, repeats):
-        model.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-        if repeat >= 0:
-            torch.cuda.reset_peak_memory_stats()
-            before = (machine.traffic.d2h_bytes, machine.traffic.h2d_bytes)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        with (entered := context()):
+    def step() -> None:
+        with way.context():
             loss = model(tokens)
+        way.forward_is_over()
         loss.backward()
-        end.record()
-        torch.cuda.synchronize()
-        if repeat >= 0:
-            times.append(start.elapsed_time(end))
-            peaks.append(torch.cuda.max_memory_allocated())
-        del loss
-    report = entered.report() if isinstance(entered, ghoffload.offload_activations) else ""
-    return {
-        "ms": statistics.median(times),
-        "peak": max(peaks),
-        "out": machine.traffic.d2h_bytes - before[0],
-        "back": machine.traffic.h2d_bytes - before[1],
-        "gradients": fingerprint(model),
-        "report": report,
-    }
+
+    return step
 
 
-def clean() -> None:
-    gc.collect()
-    torch.cuda.synchronize()
-    release(CudaMachine.of("cuda"))
-    torch.cuda.empty_cache()
+def measured(
+    gpu: Gpu, model: Llama, tokens: Tensor, setting: Setting, peaks: dict[str, int], repeats: int
+) -> Row:
+    """Figures of one setting.
+
+    Raises:
+        LeftOut: the way cannot be taken here.
+    """
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    if setting.name == SAVE_ON_CPU or setting.name in PEERS:
+        need, room = pinned_by_torch(model, tokens), available_host_bytes()
+        if room is not None and need > HOST_SHARE * room:
+            raise LeftOut(
+                f"might pin {need / 1e9:.0f} GB of host memory, and {room / 1e9:.0f} are available"
+            )
+    with way_of(setting, model, gpu.machine, peaks) as way:
+        step, times = step_of(model, tokens, way), []
+        for turn in range(-WARM_UP, repeats):
+            model.zero_grad(set_to_none=True)
+            if turn == 0:
+                gpu.machine.reset_peak()
+            found = gpu.timed(step)
+            if turn >= 0:
+                times.append(found)
+        peak, moved = gpu.machine.memory_peak(), way.moved()
+        digests = []
+        with deterministic():
+            for _ in range(2 if setting.name == NOTHING else 1):
+                model.zero_grad(set_to_none=True)
+                step()
+                digests.append(digest([p.grad for p in model.parameters()]))
+        ms, wall = zip(*times, strict=True)
+        return {
+            "ms": statistics.median(ms),
+            "wall_ms": statistics.median(wall),
+            "all_ms": list(ms),
+            "peak": peak,
+            "over": peak - 2 * weights,
+            "moved": moved,
+            "digests": digests,
+        }
 
 
-def settings(model: Llama) -> dict[str, Context]:
-    """What needs no budget."""
-    return {
-        "nothing": contextlib.nullcontext,
-        "nothing, again": contextlib.nullcontext,
-        "torch save_on_cpu, pinned": partial(torch.autograd.graph.save_on_cpu, pin_memory=True),
-        "torch checkpoint": partial(recomputed, model.blocks),
-        "everything": ghoffload.offload_activations,
-        "everything, fp8": partial(ghoffload.offload_activations, compress="fp8"),
-        "half": partial(ghoffload.offload_activations, fraction=0.5),
-        "checkpoint's inputs": partial(recomputed_and_offloaded, model.blocks),
-    }
+def run(gpu: Gpu, options: argparse.Namespace, batch: int, length: int) -> list[Row]:
+    """All settings at one length of sequence; one without figures has the reason."""
+    shape = SHAPES[options.shape]
+    if options.layers is not None:
+        shape = dataclasses.replace(shape, layers=options.layers)
+    torch.manual_seed(0)
+    model = Llama(shape, device=gpu.device, dtype=torch.bfloat16)
+    tokens = torch.randint(shape.vocabulary, (batch, length + 1), device=gpu.device)
+    rows: list[Row] = []
+    peaks: dict[str, int] = {}
+    for setting in settings(options.only):
+        print(f"{batch} x {length}: {setting.words} ...", file=sys.stderr, flush=True)
+        row: Row = {"tokens": [batch, length], "group": setting.group, "name": setting.name}
+        row |= {"words": setting.words, "fraction": setting.fraction}
+        begun = time.perf_counter()
+        try:
+            row |= measured(gpu, model, tokens, setting, peaks, options.repeats)
+            peaks[setting.name] = row["peak"]
+        except (LeftOut, RuntimeError, ValueError) as error:
+            row["error"] = str(error) or type(error).__name__
+        if setting.fraction is not None:
+            with contextlib.suppress(LeftOut):
+                row["budget"] = budget_of(setting, peaks)
+        model.zero_grad(set_to_none=True)
+        gpu.clear()
+        row["seconds"] = time.perf_counter() - begun
+        rows.append(row)
+    return rows
 
 
-def budgets(model: Llama, rows: dict[str, Row]) -> dict[str, Context]:
-    """``blocks=`` at checkpointing's own peak, and at three more up to that of no offload."""
-    least, most = rows["torch checkpoint"]["peak"], rows["nothing"]["peak"]
-    found: dict[str, Context] = {}
-    for quarter in range(4):
-        budget = least + (most - least) * quarter // 4
-        name = f"blocks within {budget / 1e9:.1f} GB"
-        found[name] = partial(
-            ghoffload.offload_activations, blocks=model.blocks, budget_bytes=budget
-        )
-    middle = (least + most) // 2
-    found[f"budget of {middle / 1e9:.1f} GB"] = partial(
-        ghoffload.offload_activations, budget_bytes=middle
-    )
+def groups(text: str) -> list[str]:
+    chosen = [name.strip() for name in text.split(",") if name.strip()]
+    if not chosen or set(chosen) - set(GROUPS):
+        unknown = ", ".join(repr(name) for name in chosen if name not in GROUPS) or "nothing"
+        raise argparse.ArgumentTypeError(f"expects any of {', '.join(GROUPS)}, got {unknown}")
+    return [name for name in GROUPS if name in chosen]
+
+
+def lengths(text: str) -> list[tuple[int, int]]:
+    """Batch and length of each: ``4x2048``, ``8192`` or ``8k`` (one sequence), with commas."""
+    found = []
+    for word in text.split(","):
+        match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)(k?)", word.strip().lower())
+        if match is None:
+            raise argparse.ArgumentTypeError(
+                f"expects lengths such as 4x2048, 8192 or 8k, got {word.strip()!r}"
+            )
+        batch, length, kilo = match.groups()
+        found.append((int(batch or 1), int(length) * (1024 if kilo else 1)))
     return found
 
 
-def floor_ms(row: Row, rates: Rates) -> float | None:
-    """What the link takes; ``None`` where nothing crosses it."""
-    if not row["out"] or not rates.d2h or not rates.h2d:
-        return None
-    return 1e3 * float(row["out"] / rates.d2h + row["back"] / rates.h2d)
-
-
-def table(rows: dict[str, Row], rates: Rates, title: str) -> Table:
-    found = Table(title=title)
-    columns = ("ms", "of nothing", "peak GB", "out GB", "back GB", "of the floor", "gradients")
-    for column in ("setting", *columns):
-        found.add_column(column, justify="left" if column == "setting" else "right")
-    plain = rows["nothing"]
-    steady = rows["nothing, again"].get("gradients") == plain.get("gradients")
-    for name, row in rows.items():
-        if "error" in row:
-            found.add_row(name, row["error"].splitlines()[0][:60])
-            continue
-        floor = floor_ms(row, rates)
-        same = "same bits" if row["gradients"] == plain["gradients"] else "differ"
-        found.add_row(
-            name,
-            f"{row['ms']:.1f}",
-            f"{row['ms'] / plain['ms']:.3f}",
-            f"{row['peak'] / 1e9:.2f}",
-            f"{row['out'] / 1e9:.2f}",
-            f"{row['back'] / 1e9:.2f}",
-            "-" if floor is None else f"{row['ms'] / floor:.3f}",
-            same if steady else "cannot tell",
-        )
-    return found
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expects 1 or more, got {text}")
-    return value
-
-
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=SHAPES, default="1.1b")
-    parser.add_argument("--batch", type=positive, default=4)
-    parser.add_argument("--tokens", type=positive, default=2048, help="of a sequence")
-    parser.add_argument("--repeats", type=positive, default=5)
-    parser.add_argument("--out", type=Path, help="JSON file")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("benchmark_activations needs a CUDA GPU that torch can use; there is none here.")
-        return 2
-    rates = measure(CudaMachine.of("cuda"))
-    torch.manual_seed(0)
-    shape = SHAPES[options.shape]
-    model = Llama(shape, device="cuda", dtype=torch.bfloat16)
-    tokens = torch.randint(shape.vocabulary, (options.batch, options.tokens + 1), device="cuda")
-    rows: dict[str, Row] = {}
-
-    def run(named: dict[str, Context]) -> None:
-        for name, context in named.items():
-            print(f"{name} ...", file=sys.stderr, flush=True)
-            try:
-                rows[name] = measured(model, tokens, context, options.repeats)
-            except (RuntimeError, torch.OutOfMemoryError) as error:
-                rows[name] = {"error": str(error) or type(error).__name__}
-            model.zero_grad(set_to_none=True)
-            clean()
-
-    run(settings(model))
-    if not any("error" in rows[name] for name in ("nothing", "torch checkpoint")):
-        run(budgets(model, rows))
-    count = sum(parameter.numel() for parameter in model.parameters())
-    title = (
-        f"{count:,} bf16 parameters, {options.batch} x {options.tokens} tokens, "
-        f"forward + backward; medians of {options.repeats}"
+    parser.add_argument(
+        "--only", type=groups, default=list(GROUPS), help=f"any of {', '.join(GROUPS)}"
     )
-    console = Console(width=120)
-    console.print(table(rows, rates, title))
-    console.print(
-        f"link, GB/s: {(rates.d2h or 0) / 1e9:.1f} out, {(rates.h2d or 0) / 1e9:.1f} back"
+    parser.add_argument(
+        "--tokens",
+        type=lengths,
+        default=[(4, 2048)],
+        help="batch and length, or the length of one sequence: 4x2048,8k,32k",
     )
-    for name, row in rows.items():
-        if row.get("report") and "blocks" in name:
-            console.print(f"{name}: {row['report'].splitlines()[2].strip()}")
+    parser.add_argument("--shape", choices=list(SHAPES), default="1.1b")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has")
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps a setting")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None, gpu: Gpu | None = None) -> int:
+    options = parse(arguments)
+    if gpu is None:
+        if not torch.cuda.is_available():
+            print("benchmark_activations needs a CUDA GPU that torch can use; there is none here.")
+            return 2
+        gpu = Gpu()
+    begun = time.perf_counter()
+    before = gpu.rates()
+    found = {tokens: run(gpu, options, *tokens) for tokens in options.tokens}
+    after = gpu.rates()
+    rates = {way: max(before[way], after[way]) for way in before}
+    console = Console(width=150)
+    document: dict[str, Any] = {"before": before, "after": after, "rows": [], "judged": []}
+    for (batch, length), rows in found.items():
+        derive(rows, rates)
+        bits(rows)
+        title = f"{batch} x {length} tokens, medians of {options.repeats}; ms and GB"
+        console.print(table(rows, title))
+        for line in left_out(rows):
+            console.print(line, highlight=False)
+        judged = verdicts(rows)
+        console.print(verdict_table(judged))
+        document["rows"] += rows
+        document["judged"] += [[f"{batch} x {length}", *line] for line in judged]
+    spoken = ", ".join(
+        f"{way} {before[way] / 1e9:.1f} and {after[way] / 1e9:.1f}" for way in before
+    )
+    seconds = time.perf_counter() - begun
+    console.print(f"link before and after, GB/s: {spoken}; {seconds:.0f} s in all")
     if options.out:
-        document = {"parameters": count, "rates": rates.to_dict(), "rows": rows}
-        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return 1 if any("error" in row for row in rows.values()) else 0
+        options.out.write_text(json.dumps(document | {"seconds": seconds}, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ class Case:
     def __init__(self) -> None:
         self.h = torch.randn(16, 16, requires_grad=True) * 2
         self.linear, self.norm = nn.Linear(16, 16), nn.LayerNorm(256)
-        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.frozen = nn.Linear(16, 32).requires_grad_(False)
         self.embedding = nn.Embedding(64, 16)
         self.conv, self.frozen_conv = (nn.Conv2d(4, 4, 3) for _ in range(2))
         self.frozen_conv.requires_grad_(False)
@@ -87,7 +87,7 @@ PROGRAMS: dict[str, tuple[Run, list[str | None]]] = {
     ),
     "weight.t() @ x": (lambda c: c.linear.weight.t() @ c.h, [MOVES, "parameter"]),
     "slice": (lambda c: c.h[:, :14] @ c.linear.weight[2:], ["parameter", MOVES]),
-    "frozen slice": (lambda c: c.h[:, :14] @ c.frozen.weight[2:], ["parameter"]),
+    "frozen slice": (lambda c: c.h[:, :14] @ c.frozen.weight[18:], ["parameter"]),
     "view of a view": (
         lambda c: c.h.view(4, 4, 16)[:2] * c.linear.weight.view(4, 4, 16).transpose(0, 1)[:2],
         [MOVES, "parameter"],
@@ -95,7 +95,7 @@ PROGRAMS: dict[str, tuple[Run, list[str | None]]] = {
     "cast by hand": (lambda c: c.h.half() * c.linear.weight.half().t(), ["parameter", MOVES]),
     "double of a weight": (lambda c: c.h * (c.linear.weight * 2), [MOVES, MOVES]),
     "lora": (
-        lambda c: c.frozen(c.h) + c.b(c.a(c.h)),
+        lambda c: c.frozen(c.h)[:, :16] + c.b(c.a(c.h)),
         ["parameter", MOVES, "parameter", MOVES, "parameter"],
     ),
     "activation": (lambda c: c.h * c.h.exp(), [MOVES, MOVES, MOVES]),
@@ -116,7 +116,7 @@ WITH_MODEL: dict[str, tuple[Run, list[str | None]]] = {
     "view of a buffer": (lambda c: c.h[:15] * c.owner.scale[1:].detach(), ["buffer"]),
     "detached weight": (lambda c: c.h * c.linear.weight.detach(), ["parameter"]),
     "activation": PROGRAMS["activation"],
-    "input of a frozen weight's shape": PROGRAMS["input"],
+    "input": PROGRAMS["input"],
 }
 
 AUTOCAST: dict[str, tuple[Run, list[str | None]]] = {
@@ -132,10 +132,10 @@ AUTOCAST_WITH_MODEL: dict[str, tuple[Run, list[str | None]]] = {
     "frozen linear": (lambda c: c.frozen(c.h), ["parameter"]),
     "frozen convolution": (lambda c: c.frozen_conv(c.image), [MOVES, "parameter"]),
     "lora": (
-        lambda c: c.frozen(c.h) + c.b(c.a(c.h)),
+        lambda c: c.frozen(c.h)[:, :16] + c.b(c.a(c.h)),
         ["parameter", MOVES, "parameter", MOVES, "parameter"],
     ),
-    "input of another shape": (lambda c: c.linear(torch.randn(32, 16)), [MOVES]),
+    "input of another shape": (lambda c: c.linear(torch.randn(24, 16)), [MOVES]),
     "activation": (lambda c: c.h.bfloat16().exp().sin(), [MOVES, MOVES]),
 }
 
@@ -166,6 +166,51 @@ def test_autocast(name: str) -> None:
 def test_autocast_with_its_model_known(name: str) -> None:
     run, expected = AUTOCAST_WITH_MODEL[name]
     assert in_any_order(saved(run, model=True, autocast=True)) == in_any_order(expected)
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "t": lambda w: w.t(),
+    "transpose": lambda w: w.transpose(0, 1),
+    "permute": lambda w: w.permute(1, 0),
+    "movedim": lambda w: w.movedim(0, 1),
+    "mT": lambda w: w.mT,
+    "view": lambda w: w.view(4, 64),
+    "flatten": lambda w: w.flatten(),
+    "slice": lambda w: w[2:],
+    "select": lambda w: w.view(2, 8, 16)[1],
+    "narrow": lambda w: w.narrow(0, 1, 12),
+    "split": lambda w: w.split(12)[0],
+    "split with sizes": lambda w: w.split([12, 4])[0],
+    "chunk": lambda w: w.view(1, 16, 16).chunk(2, 1)[1],
+    "unbind": lambda w: w.view(2, 8, 16).unbind()[0],
+    "diagonal": lambda w: w.view(1, 16, 16).expand(32, 16, 16).diagonal(),
+    "expand": lambda w: w.expand(2, 16, 16),
+    "unsqueeze and squeeze": lambda w: w[None].squeeze(0)[None].squeeze(),
+    "as_strided": lambda w: w.as_strided((8, 16), (16, 1)),
+    "unfold": lambda w: w.unfold(0, 8, 8),
+    "another cast": lambda w: w.float(),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_of_a_cast_weight_stay_and_those_of_activations_move(view: str) -> None:
+    """The base of such a view is the cast, so it is the nodes that tell."""
+
+    def run(of: Callable[[Case], Tensor]) -> Run:
+        return lambda c: VIEWS[view](of(c).double()).sin()
+
+    assert saved(run(lambda c: c.linear.weight)) == ["parameter"]
+    assert saved(run(lambda c: c.h)) == [MOVES]
+
+
+def test_a_long_chain_of_views_is_no_cast_of_a_frozen_weight() -> None:
+    def run(case: Case) -> None:
+        h = case.h.bfloat16().expand(2, 16, 16).reshape(32, 16).exp()
+        for _ in range(10):
+            h = h.t()
+        h.sin()
+
+    assert saved(run, model=True) == [MOVES, MOVES]
 
 
 # -- more than a line
@@ -223,6 +268,7 @@ def _fake() -> Tensor:
         (lambda: torch.empty(0, 16), "layout"),
         (lambda: torch.zeros(1).expand(16, 16), "small"),
         (lambda: torch.randn(63), "small"),
+        (lambda: torch.randn(1000)[:63], "small"),
         (lambda: torch.randn(64), None),
         (lambda: torch.randn(64).expand(16, 64), None),
         (lambda: nn.Parameter(torch.randn(2)), "parameter"),
@@ -279,14 +325,17 @@ def test_what_is_gone_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(recogniser.kept(weight.detach()) == "parameter" for weight in living)
 
 
-def test_a_model_with_other_storages_is_read_again() -> None:
+@pytest.mark.parametrize("what", ["buffer", "parameter"])
+def test_a_model_with_other_storages_is_read_again(what: str) -> None:
     case = Case()
-    recogniser = Recogniser(VirtualMachine(), model=case.model, min_bytes=LEAST)
-    before = case.owner.scale
-    case.model._apply(torch.clone)  # what ``to`` does
-    assert case.owner.scale.data_ptr() != before.data_ptr()
-    assert recogniser.kept(case.owner.scale.detach()) == "buffer"
-    assert recogniser.kept(case.frozen.weight.detach()) == "parameter"
+    model = case.owner if what == "buffer" else case.frozen
+    recogniser = Recogniser(VirtualMachine(), model=model, min_bytes=LEAST)
+    tensor = next(model.buffers() if what == "buffer" else model.parameters())
+    before = tensor.data_ptr()
+    model._apply(torch.clone)  # what ``to`` does
+    tensor = next(model.buffers() if what == "buffer" else model.parameters())
+    assert tensor.data_ptr() != before
+    assert recogniser.kept(tensor.detach()) == what
 
 
 def test_a_model_is_not_read_twice_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,6 +76,7 @@ def test_second_step_makes_no_slab() -> None:
         assert reserved[0] == reserved[1] == reserved[2]
         assert reserved[0][1] == 3  # 9,000 bytes have a slab of their own
         assert slabs.used_bytes == 0
+        slabs.give(slabs.take(1))
         assert slabs.peak_bytes == sum(sizes)
 
 
@@ -234,6 +236,18 @@ def test_trim_gives_back_what_is_wholly_free() -> None:
         assert second.memory.fill_(7).eq(7).all()
 
 
+def test_trimming_waits_for_what_is_queued() -> None:
+    machine = VirtualMachine(order="latest", check=True)
+    with slabs_of(machine) as slabs:
+        block = slabs.take(256)
+        hbm = torch.zeros(256, dtype=torch.uint8)
+        machine.copy(hbm, block.memory.fill_(1), stream=machine.h2d)
+        read(slabs, block)
+        slabs.trim()
+        assert hbm.eq(1).all()
+        assert slabs.reserved_bytes == 0
+
+
 def test_closing_waits_for_what_is_queued() -> None:
     machine = VirtualMachine(order="latest", check=True)
     with slabs_of(machine) as slabs:
@@ -246,6 +260,16 @@ def test_closing_waits_for_what_is_queued() -> None:
         assert (slabs.reserved_bytes, slabs.used_bytes) == (0, 0)
 
 
+@pytest.fixture
+def impatient() -> Iterator[None]:
+    """Threads that take turns as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_several_threads_at_once() -> None:
     with slabs_of() as slabs:
         failures: list[str] = []

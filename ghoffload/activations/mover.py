@@ -164,9 +164,11 @@ class Mover:
             torch.OutOfMemoryError: the host has no room. Nothing was moved.
         """
         machine = self.machine
-        payload = self._payload(tensor, extent, code=code)
-        block = self.slabs.take(payload.memory.numel())
         storage = tensor.untyped_storage()
+        held = holders(storage)
+        payload = self._payload(tensor, extent, code=code)
+        held = holders(storage) - held  # by the payload
+        block = self.slabs.take(payload.memory.numel())
         spill = Spill(
             extent,
             source=payload.memory,
@@ -177,6 +179,7 @@ class Mover:
             block=block,
             left=machine.event("activation offloaded"),
             arrived=machine.event("activation reloaded"),
+            own_holders=held,
             home=home,
             index=index,
         )
@@ -191,6 +194,15 @@ class Mover:
         self._by_storage.setdefault(storage._cdata, []).append(spill)
         home.add(spill)
         return spill
+
+    def on_its_way(self) -> int:
+        """Bytes in HBM that nobody but the copies need."""
+        leaving = sum(
+            spill.moved_bytes
+            for spill in self._leaving
+            if spill.own_holders == 0 or _alive_holders(spill) == spill.own_holders
+        )
+        return leaving + self.coming_bytes
 
     def retire(self, window: int) -> None:
         """Have the current stream wait until at most ``window`` bytes are leaving."""
@@ -266,11 +278,14 @@ class Mover:
 
     def reload_ahead(self, home: Pass) -> None:
         """Send for what backward will ask for next: Note [ahead]."""
+        room = home.room_back
+        if room is not None:
+            self.retire(max(room - self.coming_bytes, 0))
+        most = home.ahead_bytes if room is None else min(home.ahead_bytes, room)
         while (spill := home.coming_next()) is not None:
             # What is still leaving is needed before it, and is here.
             under_way = self.coming_bytes + self.leaving_bytes
-            alone = under_way == 0 and home.ahead_bytes == home.options.ahead_bytes
-            if under_way + spill.nbytes > home.ahead_bytes and not alone:
+            if under_way + spill.nbytes > most and (under_way or room is not None):
                 return
             if _alive(spill) is not None:
                 home.skip()
@@ -373,6 +388,16 @@ def _coded_size(elements: int) -> tuple[int, int]:
     """Where the scales begin behind so many codes, and bytes of both."""
     at = align(elements, _SCALES_AT)
     return at, at + 4 * coding.scale_count(elements)
+
+
+def holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors look at a storage."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # and the storage's own object
+
+
+def _alive_holders(spill: Spill) -> int:
+    storage = _alive(spill)
+    return 0 if storage is None else holders(storage)
 
 
 def _alive(spill: Spill) -> torch.UntypedStorage | None:

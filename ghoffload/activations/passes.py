@@ -79,7 +79,8 @@ class Pass:
         kept: bytes that stay, by reason.
         moved_bytes, link_bytes: of its spills, in HBM and on the way to the host.
         reloaded_bytes: on the way back.
-        ahead_bytes: that may be coming now.
+        window_bytes, ahead_bytes: what is not more, where there is no budget.
+        room_back: bytes that may be on their way now, in backward; ``None``: no budget.
         at_once, in_vain: as of ``Learned``, so far.
     """
 
@@ -102,6 +103,7 @@ class Pass:
         self.kept: dict[str, int] = {}
         self.moved_bytes = self.link_bytes = self.reloaded_bytes = 0
         self.window_bytes, self.ahead_bytes = options.window_bytes, options.ahead_bytes
+        self.room_back: int | None = None
         self.at_once: set[int] = set()
         self.in_vain: set[int] = set()
         self._order: dict[int, None] = {}
@@ -111,7 +113,6 @@ class Pass:
         self._ahead: deque[int] | None = None
         learns = budget is not None and expected is None and log is None
         self._usage = Usage(mover) if learns else None
-        self._last: weakref.ref[Spill] | None = None
         self._times = log if log is not None and log.stage is Stage.TIMES else None
         if self._times is not None:
             mover.machine.reset_peak()
@@ -139,8 +140,7 @@ class Pass:
             return
         usage.pause()
         yield
-        last = self._last() if self._last is not None and not self._order else None
-        usage.resume(last)
+        usage.resume()
 
     def room(self, index: int) -> int:
         """Bytes that may be leaving once a number has been saved."""
@@ -163,7 +163,7 @@ class Pass:
 
     def add(self, spill: Spill) -> None:
         """A spill of this pass has begun to leave."""
-        self._spills[spill.index] = self._last = weakref.ref(spill)
+        self._spills[spill.index] = weakref.ref(spill)
         self.moved_bytes += spill.nbytes
         self.link_bytes += spill.moved_bytes
 
@@ -172,7 +172,7 @@ class Pass:
         if index not in self._order:
             self._order[index] = None
             if self.plan is not None:
-                self.ahead_bytes = self.plan.ahead.get(index, self.ahead_bytes)
+                self.room_back = self.plan.room_back.get(index, self.room_back)
             if self._usage is not None:
                 self._usage.serve(index)
 

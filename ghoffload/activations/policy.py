@@ -84,12 +84,12 @@ class Plan:
         kept: numbers that stay, with the reason.
         room: bytes that may be leaving when a number has been saved; what is not here is left to
             the window.
-        ahead: bytes that may be coming when a number is asked for; as ``room``.
+        room_back: bytes that may be on their way either way when it is asked for.
     """
 
     kept: Mapping[int, str]
     room: Mapping[int, int]
-    ahead: Mapping[int, int]
+    room_back: Mapping[int, int]
 
 
 def plan_for(options: Options, learned: Learned, budget: int | None) -> Plan:
@@ -144,8 +144,10 @@ def _within(options: Options, learned: Learned, budget: int, kept: dict[int, str
             between += sizes[index]
             kept[index] = "within the budget"
     room = np.maximum(budget - in_use, 0).tolist()
-    ahead = {i: min(room[at], options.ahead_bytes) for i, at in position.items()}
-    return Plan(kept, dict(enumerate(room[:count])), ahead)
+    # What still leaves at the end of the forward is there when the backward begins.
+    room[count - 1] = min(room[count - 1 : count + 1])
+    back = {index: room[at] for index, at in position.items()}
+    return Plan(kept, dict(enumerate(room[:count])), back)
 
 
 def decided(answer: object, saved: Saved) -> Decision:

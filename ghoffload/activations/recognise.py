@@ -46,6 +46,7 @@ class Recogniser:
 
     def __init__(self, machine: Machine, *, model: nn.Module | None, min_bytes: int) -> None:
         self._device, self._min_bytes, self._model = machine.device, min_bytes, model
+        # While the reference is there, no other storage is at that address.
         self._storages: dict[int, tuple[StorageWeakRef, str]] = {}
         self._most = _KNOWN
         self._signs: list[tuple[dict[str, Any], str, int | None]] = []
@@ -94,8 +95,7 @@ class Recogniser:
         if node is None and self._signs and self._changed():
             assert self._model is not None
             self._read(self._model)
-        found = self._storages.get(storage)
-        if found is not None and not found[0].expired():
+        if (found := self._storages.get(storage)) is not None:
             return found[1]
         for _ in range(_FAR):
             if node is None:
@@ -144,7 +144,7 @@ class Recogniser:
 
     def _remember(self, tensor: Tensor, what: str) -> None:
         at = _storage_of(tensor)
-        if at is None or (at in self._storages and not self._storages[at][0].expired()):
+        if at is None or at in self._storages:
             return
         if len(self._storages) > self._most:
             self._storages = {k: v for k, v in self._storages.items() if not v[0].expired()}

@@ -68,6 +68,7 @@ class Spill:
         block: host memory.
         left, arrived: when the copies are done.
         stream: the one that ``back`` was taken from.
+        own_holders: tensors of ours that look at the storage while LEAVING; 0 of a copy of it.
         reloaded: whether a copy from ``block`` was ever queued.
         holders: handles that may still ask for it.
         unserved: those of them that have not asked since it left.
@@ -87,6 +88,7 @@ class Spill:
         "left",
         "moved_bytes",
         "nbytes",
+        "own_holders",
         "reloaded",
         "source",
         "state",
@@ -108,6 +110,7 @@ class Spill:
         block: Block,
         left: Event,
         arrived: Event,
+        own_holders: int,
         home: Pass,
         index: int,
     ) -> None:
@@ -121,6 +124,7 @@ class Spill:
         self.version = version
         self.block = block
         self.left, self.arrived = left, arrived
+        self.own_holders = own_holders
         self.reloaded = False
         self.stream: Stream | None = None
         self.holders = 0

@@ -2,15 +2,13 @@
 
 Note [between hooks]
     What is on its way changes in the hooks alone. So between two of them the peak, less what was on
-    its way, is what the program needed: its temporaries, what it still holds, and what was saved or
-    asked for last. Readings reset the machine's peak statistics, which on a GPU are torch's.
+    its way, is what the program needed: its temporaries and all that it still holds.
+    Readings reset the machine's peak statistics, which on a GPU are torch's.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-
-from ghoffload.activations.spill import Spill, State
 
 if TYPE_CHECKING:
     from ghoffload.activations.mover import Mover
@@ -46,9 +44,7 @@ class Usage:
         """What follows is after this number was asked for."""
         self._now = self.served, index
 
-    def resume(self, last: Spill | None) -> None:
-        """A hook ends; what began to leave last is in use by whoever saved it."""
-        mover = self._mover
-        own = last.moved_bytes if last is not None and last.state is State.LEAVING else 0
-        self._on_its_way = mover.leaving_bytes + mover.coming_bytes - own
-        mover.machine.reset_peak()
+    def resume(self) -> None:
+        """A hook ends."""
+        self._on_its_way = self._mover.on_its_way()
+        self._mover.machine.reset_peak()
