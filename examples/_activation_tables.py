@@ -74,6 +74,16 @@ def table(rows: list[Row], title: str) -> Table:
     return made
 
 
+def chosen(rows: list[Row]) -> list[str]:
+    """A line for each setting whose report says what was chosen for the blocks."""
+    return [
+        f"{row['words']}: {line.strip()}"
+        for row in rows
+        for line in row.get("report", "").splitlines()
+        if line.strip().startswith("chosen: ")
+    ]
+
+
 def left_out(rows: list[Row]) -> list[str]:
     """A line for each setting without figures, and why."""
     return [

@@ -28,6 +28,7 @@ CHECKPOINTING = "checkpointing"
 EVERYTHING = "ghoffload"
 FP8 = "ghoffload fp8"
 INPUTS = "ghoffload, checkpointed"
+HALF = "ghoffload half"
 PEERS = {
     "TRL": "trl.models.activation_offloading",
     "torchtune": "torchtune.training._activation_offloading",
@@ -52,6 +53,9 @@ class Way(Protocol):
 
     def moved(self) -> Moved:
         """In the last step."""
+
+    def report(self) -> str:
+        """What the last step says of itself, if anything."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ def settings(groups: list[str]) -> list[Setting]:
         Setting("plain", SAVE_ON_CPU),
         Setting("everything", EVERYTHING),
         Setting("everything", FP8),
+        Setting("everything", HALF),
         *(Setting("budgets", "budget", fraction) for fraction in QUARTERS),
         *(Setting("blocks", "blocks, budget", fraction) for fraction in FIFTHS),
         Setting("checkpointed", INPUTS, checkpointed=True),
@@ -117,6 +122,7 @@ def way_of(
     options: dict[str, Any] | None = {
         EVERYTHING: {},
         FP8: {"compress": "fp8"},
+        HALF: {"fraction": 0.5},
         INPUTS: {},
     }.get(setting.name)
     if setting.fraction is not None:
@@ -160,6 +166,9 @@ class _Plain:
     def moved(self) -> Moved:
         return 0, 0
 
+    def report(self) -> str:
+        return ""
+
 
 class _Ours(_Plain):
     def __init__(self, context: ghoffload.offload_activations, machine: Machine) -> None:
@@ -172,6 +181,9 @@ class _Ours(_Plain):
     def moved(self) -> Moved:
         out, back = self._before
         return self._traffic.d2h_bytes - out, self._traffic.h2d_bytes - back
+
+    def report(self) -> str:
+        return self._context.report()
 
 
 class _SaveOnCpu(_Plain):

@@ -40,6 +40,7 @@ from _activation_device import Gpu, deterministic, digest
 from _activation_tables import (
     Row,
     bits,
+    chosen,
     derive,
     left_out,
     table,
@@ -105,7 +106,7 @@ def measured(
             found = gpu.timed(step)
             if turn >= 0:
                 times.append(found)
-        peak, moved = gpu.machine.memory_peak(), way.moved()
+        peak, moved, report = gpu.machine.memory_peak(), way.moved(), way.report()
         digests = []
         with deterministic():
             for _ in range(2 if setting.name == NOTHING else 1):
@@ -120,6 +121,7 @@ def measured(
             "peak": peak,
             "over": peak - 2 * weights,
             "moved": moved,
+            "report": report,
             "digests": digests,
         }
 
@@ -215,7 +217,7 @@ def main(arguments: list[str] | None = None, gpu: Gpu | None = None) -> int:
         bits(rows)
         title = f"{batch} x {length} tokens, medians of {options.repeats}; ms and GB"
         console.print(table(rows, title))
-        for line in left_out(rows):
+        for line in [*chosen(rows), *left_out(rows)]:
             console.print(line, highlight=False)
         judged = verdicts(rows)
         console.print(verdict_table(judged))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from activation_programs import Block, machine_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import ghoffload
 from ghoffload.activations.blocks import BlockCost, Choice, Costs, Mode, Stage, choose
@@ -26,7 +29,8 @@ LLAMA = Costs(
     blocks=[BlockCost(nbytes=620 * 10**6, input_bytes=34 * 10**6, seconds=2e-3)] * 22,
     forward=0.045,
     backward=0.085,
-    peak=6 * GB,
+    forward_peak=5_600 * 10**6,
+    backward_peak=6 * GB,
     d2h=55e9,
     h2d=55e9,
     code_ratio=0.0,
@@ -48,29 +52,32 @@ def test_with_room_for_everything_everything_is_kept() -> None:
 
 
 def test_at_the_peak_of_checkpointing_blocks_are_recomputed() -> None:
-    choice = choose(LLAMA, LLAMA.peak)
+    choice = choose(LLAMA, LLAMA.backward_peak)
     assert choice.fits
     assert choice.seconds <= 0.13 + 22 * 2e-3
     assert counts(choice)[Mode.RECOMPUTE] >= 16
 
 
 def test_a_fast_link_offloads_and_a_slow_one_recomputes() -> None:
-    fast = dataclasses.replace(LLAMA, d2h=400e9, h2d=400e9, peak=7 * GB)
-    assert counts(choose(fast, 7 * GB))[Mode.OFFLOAD] >= 20  # two percent are as good as equal
+    fast = dataclasses.replace(LLAMA, d2h=400e9, h2d=400e9)
+    assert counts(choose(fast, 7 * GB))[Mode.OFFLOAD] >= 18  # two percent are as good as equal
     slow = dataclasses.replace(LLAMA, d2h=1e9, h2d=1e9)
-    assert counts(choose(slow, slow.peak)) == {Mode.RECOMPUTE: 22}
+    assert counts(choose(slow, slow.backward_peak)) == {Mode.RECOMPUTE: 22}
 
 
 def test_fp8_is_chosen_where_it_may_be_and_hides_more() -> None:
     coded = dataclasses.replace(LLAMA, code_ratio=0.515)
-    plain, with_it = choose(LLAMA, LLAMA.peak + GB), choose(coded, LLAMA.peak + GB)
+    plain, with_it = (
+        choose(LLAMA, LLAMA.backward_peak + GB),
+        choose(coded, LLAMA.backward_peak + GB),
+    )
     assert Mode.FP8 not in plain.modes
     assert Mode.FP8 in with_it.modes
     assert with_it.seconds < plain.seconds
 
 
 def test_offloaded_blocks_are_spread_and_the_last_are_kept() -> None:
-    choice = choose(LLAMA, LLAMA.peak + 4 * GB)
+    choice = choose(LLAMA, LLAMA.backward_peak + 4 * GB)
     kept = [index for index, mode in enumerate(choice.modes) if mode is Mode.KEEP]
     assert kept == list(range(22 - len(kept), 22))
     moved = [index for index, mode in enumerate(choice.modes) if mode is Mode.OFFLOAD]
@@ -100,7 +107,8 @@ costs = st.builds(
     ),
     forward=st.floats(1e-2, 1),
     backward=st.floats(1e-2, 1),
-    peak=st.integers(10**9, 2 * 10**9),
+    forward_peak=st.integers(10**9, 2 * 10**9),
+    backward_peak=st.integers(10**9, 2 * 10**9),
     d2h=st.floats(1e9, 5e11),
     h2d=st.floats(1e9, 5e11),
     code_ratio=st.sampled_from([0.0, 0.515]),
@@ -113,10 +121,12 @@ def test_it_is_never_slower_than_plain_ways_that_fit(costs: Costs, budget: int) 
     choice = choose(costs, budget)
     again = sum(block.seconds for block in costs.blocks)
     compute = costs.forward + costs.backward
-    if costs.peak <= budget:  # plain checkpointing fits
+    if max(costs.forward_peak, costs.backward_peak) <= budget:  # plain checkpointing fits
         assert choice.fits
         assert choice.seconds <= 1.02 * (compute + again) + 1e-12
-    kept = costs.peak + sum(block.nbytes - block.input_bytes for block in costs.blocks)
+    kept = max(costs.forward_peak, costs.backward_peak) + sum(
+        block.nbytes - block.input_bytes for block in costs.blocks
+    )
     if kept <= budget:
         assert choice.seconds <= 1.02 * compute + 1e-12
     assert choice.seconds >= compute - 1e-12
@@ -154,6 +164,48 @@ def test_the_bits_are_those_without(budget: int | None, order: str) -> None:
     expected = run(lambda blocks: contextlib.nullcontext())
     with machine_of(order=order, seed=budget or 0, check=True):
         assert same_bits(run(lambda blocks: options(blocks, budget_bytes=budget)), expected)
+
+
+def peaks(context: Any) -> list[int]:
+    """Of six steps of eight blocks; the parameters are on the machine before."""
+    with machine_of(hbm_bytes=1 << 30) as machine:
+        torch.manual_seed(6)
+        blocks = nn.ModuleList(Block(32) for _ in range(8))
+        head = nn.Linear(32, 50)
+        found = []
+        for _ in range(6):
+            x = torch.randn(4, 32, 32, requires_grad=True)
+            machine.reset_peak()
+            with context(blocks):
+                h = x
+                for block in blocks:
+                    h = block(h)
+                loss = head(h).logsumexp(-1).mean()
+            loss.backward()
+            found.append(machine.memory_peak())
+            blocks.zero_grad()
+            head.zero_grad()
+            del x, h, loss
+        return found
+
+
+@contextlib.contextmanager
+def recomputed(blocks: nn.ModuleList) -> Iterator[None]:
+    for block in blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    yield
+    for block in blocks:
+        del block.forward
+
+
+@pytest.mark.parametrize("quarter", range(5))
+def test_the_peak_is_within_the_budget_and_uses_it(quarter: int) -> None:
+    least = peaks(recomputed)[-1]
+    most = peaks(lambda blocks: contextlib.nullcontext())[-1]
+    budget = least + (most - least) * quarter // 4
+    found = peaks(lambda blocks: options(blocks, budget_bytes=budget))
+    assert max(found[2:]) <= budget + 64
+    assert max(found[2:]) > budget - (most - least) // 4
 
 
 def test_it_learns_in_two_passes_and_says_what_it_chose() -> None:

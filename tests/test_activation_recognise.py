@@ -189,6 +189,10 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "as_strided": lambda w: w.as_strided((8, 16), (16, 1)),
     "unfold": lambda w: w.unfold(0, 8, 8),
     "another cast": lambda w: w.float(),
+    "complex": lambda w: torch.view_as_real(torch.view_as_complex(w.view(16, 8, 2))),
+    "alias": torch.ops.aten.alias.default,
+    "reshape": lambda w: torch.ops.aten._reshape_alias(w, [4, 64], [64, 1]),
+    "unsafe view": lambda w: torch.ops.aten._unsafe_view(w, [4, 64]),
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from ghoffload.activations import slabs as slabs_module
 from ghoffload.activations.slabs import Block, Slabs
 from ghoffload.machine.protocol import Event
 from ghoffload.machine.virtual import VirtualMachine
+from ghoffload.memory.extents import Extents
 from ghoffload.memory.ledger import ledger
 
 SLAB = 4096
@@ -260,16 +260,23 @@ def test_closing_waits_for_what_is_queued() -> None:
         assert (slabs.reserved_bytes, slabs.used_bytes) == (0, 0)
 
 
-@pytest.fixture
-def impatient() -> Iterator[None]:
-    """Threads that take turns as often as they can."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
+def test_ranges_are_changed_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    with slabs_of() as slabs:
+
+        def guarded(name: str) -> Any:
+            original = getattr(Extents, name)
+
+            def checked(extents: Extents, *args: int) -> Any:
+                assert slabs._lock.locked()
+                return original(extents, *args)
+
+            return checked
+
+        for name in ("fit", "take", "give"):
+            monkeypatch.setattr(Extents, name, guarded(name))
+        slabs.give(slabs.take(100))
 
 
-@pytest.mark.usefixtures("impatient")
 def test_several_threads_at_once() -> None:
     with slabs_of() as slabs:
         failures: list[str] = []

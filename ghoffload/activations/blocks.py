@@ -10,8 +10,10 @@ Note [three passes]
 Note [what a step takes]
     The forward takes as long as the compute, or as the link takes for what leaves, whichever is
     longer; the backward as long as its compute and what is recomputed, or as the link takes back.
-    A kept block costs its bytes at the end of the forward. The last blocks are kept, as they are
-    needed soonest; of the others those that are offloaded are spread evenly, as the link is.
+    A kept block costs its bytes at the end of the forward, and saves them where it would be brought
+    back or recomputed, which for one block at a time takes as many. The last blocks are kept, as
+    they are needed soonest; of the others those that are offloaded are spread evenly, as the link
+    is.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ class Costs:
     Attributes:
         blocks: in the order of the forward.
         forward, backward: seconds of both with every block recomputed, without the recomputation.
-        peak: bytes in HBM then, the blocks' inputs kept.
+        forward_peak, backward_peak: bytes in HBM then, the blocks' inputs kept; the first up to
+            where backward begins.
         d2h, h2d: bytes a second of the link.
         code_ratio: bytes of a tensor that is coded, of those of one that is not; 0 where none is.
         under_way: bytes that should be on their way at once for the link to be full.
@@ -81,7 +84,8 @@ class Costs:
     blocks: Sequence[BlockCost]
     forward: float
     backward: float
-    peak: int
+    forward_peak: int
+    backward_peak: int
     d2h: float
     h2d: float
     code_ratio: float
@@ -152,22 +156,28 @@ def _predicted(
     for index in range(rest):
         spread = (index + 1) * moved // rest > index * moved // rest
         modes[index] = mode if spread else Mode.RECOMPUTE
-    out, again, more, largest = 0.0, 0.0, 0, 0
+    out, again, held, largest = 0.0, 0.0, 0, 0
     for block, chosen in zip(costs.blocks, modes, strict=True):
         if chosen is Mode.KEEP:
-            more += block.nbytes - block.input_bytes
+            held += block.nbytes - block.input_bytes
         elif chosen is Mode.RECOMPUTE:
             again += block.seconds
             if move_inputs:
                 out += block.input_bytes
-                more -= block.input_bytes
+                held -= block.input_bytes
                 largest = max(largest, block.input_bytes)
         else:
             out += block.nbytes * (costs.code_ratio if chosen is Mode.FP8 else 1)
-            more -= block.input_bytes
+            held -= block.input_bytes
             largest = max(largest, block.nbytes // 4)
     under_way = max(costs.under_way, largest) if out else 0
-    peak = costs.peak + more + under_way
+    one_less = costs.blocks[-1].nbytes if kept else 0
+    at_most = max(
+        costs.forward_peak + held,
+        costs.backward_peak + held - one_less,
+        costs.backward_peak + min(held, 0),  # when those that were kept are done
+    )
+    peak = at_most + under_way
     return Choice(
         modes=tuple(modes),
         move_inputs=move_inputs,
@@ -258,7 +268,7 @@ class Learning:
         self,
         log: BlockLog,
         *,
-        peak: int,
+        peaks: tuple[int, int],
         budget: int | None,
         rates: tuple[float, float],
         code_ratio: float,
@@ -271,7 +281,7 @@ class Learning:
             self._saved, self.stage = log.saved, Stage.TIMES
             return
         if self.stage is Stage.TIMES:
-            costs = self._costs(log, peak, rates, code_ratio, under_way)
+            costs = self._costs(log, peaks, rates, code_ratio, under_way)
             if costs is not None:
                 self._inputs = log.saved
                 self.choice, self.stage = choose(costs, budget), Stage.CHOSEN
@@ -286,7 +296,7 @@ class Learning:
     def _costs(
         self,
         log: BlockLog,
-        peak: int,
+        peaks: tuple[int, int],
         rates: tuple[float, float],
         code_ratio: float,
         under_way: int,
@@ -309,7 +319,8 @@ class Learning:
             blocks=blocks,
             forward=forward,
             backward=max(log.backward[0].seconds_to(log.backward[1]) - again, forward),
-            peak=peak,
+            forward_peak=peaks[0],
+            backward_peak=peaks[1],
             d2h=rates[0],
             h2d=rates[1],
             code_ratio=code_ratio,

@@ -114,6 +114,7 @@ class Pass:
         learns = budget is not None and expected is None and log is None
         self._usage = Usage(mover) if learns else None
         self._times = log if log is not None and log.stage is Stage.TIMES else None
+        self._forward_peak = 0
         if self._times is not None:
             mover.machine.reset_peak()
             self._stamp(self._times.forward)
@@ -187,6 +188,8 @@ class Pass:
         self._in_backward = True
         if self._times is not None and not self._times.backward:
             self._stamp(self._times.backward)
+            self._forward_peak = self.mover.machine.memory_peak()
+            self.mover.machine.reset_peak()
 
     def _after_backward(self) -> None:
         self._in_backward = False
@@ -243,7 +246,7 @@ class Pass:
         assert self._learning is not None
         self._learning.end(
             log,
-            peak=self.mover.machine.memory_peak(),
+            peaks=(self._forward_peak, self.mover.machine.memory_peak()),
             budget=self.budget,
             rates=self.mover.rates(),
             code_ratio=CODE_RATIO if self.options.compress else 0.0,

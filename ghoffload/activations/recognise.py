@@ -26,9 +26,18 @@ from ghoffload.machine.protocol import Machine
 _SAME = frozenset(
     f"{name}Backward"
     for name in (
-        *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias", "Movedim"),
-        *("Slice", "Select", "Narrow", "Split", "SplitWithSizes", "Unbind", "Chunk", "Diagonal"),
-        *("Expand", "Unsqueeze", "Squeeze", "AsStrided", "Unfold", "ToCopy", "ViewAsReal"),
+        *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias"),
+        *(
+            "Slice",
+            "Select",
+            "Split",
+            "SplitWithSizes",
+            "Unbind",
+            "Diagonal",
+            "ViewAsReal",
+            "ViewAsComplex",
+        ),
+        *("Expand", "Unsqueeze", "Squeeze", "AsStrided", "Unfold", "ToCopy"),
     )
 )
 _FAR = 8  # steps that are walked
