@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ghoffload.activations.context import release
+from ghoffload.activations.mover import release
 from ghoffload.machine.cuda import CudaMachine
 from ghoffload.machine.protocol import Machine
 from ghoffload.measure import measure

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ghoffload
-from ghoffload.activations.context import mover_of, release
+from ghoffload.activations.mover import mover_of, release
 from ghoffload.machine import use_machine
 from ghoffload.machine.virtual import VirtualMachine
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ghoffload
 from ghoffload.activations.blocks import BlockCost, Choice, Costs, Mode, Stage, choose
-from ghoffload.activations.context import mover_of
+from ghoffload.activations.mover import mover_of
 from ghoffload.check.programs import same_bits
 
 GB = 10**9

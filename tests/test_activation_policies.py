@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import ghoffload
 from ghoffload.activations import Saved
-from ghoffload.activations.context import mover_of
+from ghoffload.activations.mover import mover_of
 from ghoffload.check.programs import same_bits
 
 KIB = 1 << 10

@@ -13,7 +13,7 @@ from activation_programs import PROGRAMS, SMALL, gradients, machine_of, offloade
 from torch import Tensor, nn
 
 import ghoffload
-from ghoffload.activations.context import mover_of, release
+from ghoffload.activations.mover import mover_of, release
 from ghoffload.check.programs import same_bits
 from ghoffload.errors import OrderingError
 from ghoffload.machine.virtual import VirtualMachine

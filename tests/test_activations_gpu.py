@@ -14,7 +14,7 @@ from activation_programs import PROGRAMS, Block
 from torch import Tensor, nn
 
 import ghoffload
-from ghoffload.activations.context import mover_of, release
+from ghoffload.activations.mover import mover_of, release
 from ghoffload.check.programs import same_bits
 from ghoffload.machine.cuda import CudaMachine
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ghoffload
-from ghoffload.activations.context import mover_of, release
+from ghoffload.activations.mover import mover_of, release
 from ghoffload.check.programs import same_bits
 from ghoffload.machine.cuda import CudaMachine
 
@@ -70,8 +70,9 @@ def peak_of_chain(context: Context, *, steps: int) -> tuple[int, Tensor]:
     return peak, x.grad.cpu()
 
 
-# While a sine's backward runs there are its input, its output's gradient, a cosine and the product.
-WORKING = 4 * SIZE
+# While a sine's backward runs there are its input, its output's gradient, a cosine and the product;
+# and a few scalars.
+WORKING = 4 * SIZE + MIB
 
 
 def test_the_peak_is_what_is_under_way_and_what_an_operation_needs(machine: CudaMachine) -> None:
@@ -82,9 +83,10 @@ def test_the_peak_is_what_is_under_way_and_what_an_operation_needs(machine: Cuda
     moved = machine.traffic.d2h_bytes - moved
     assert moved == (LAYERS - 1) * SIZE
     assert torch.equal(gradient, expected)
-    assert found <= WINDOW + WORKING
-    # The bytes that moved are gone from the peak, but for those under way when it was reached.
-    assert without - found >= moved - (WINDOW + WORKING)
+    # The bytes that moved are gone from the peak, but for those under way when it was reached: both
+    # ways, as long as nothing is known of what backward will ask for first.
+    assert found <= 2 * WINDOW + WORKING
+    assert without - found >= moved - (2 * WINDOW + WORKING)
     found, gradient = peak_of_chain(offload, steps=3)  # by what was learned
     assert torch.equal(gradient, expected)
     assert found <= WINDOW + WORKING
@@ -197,15 +199,14 @@ def test_checkpoints_inside_move_their_inputs_alone(machine: CudaMachine) -> Non
         return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
 
     expected = gradients(contextlib.nullcontext)
-    for _ in range(3):
+    for turn in range(3):
         before = machine.traffic.d2h_bytes
-        found = gradients(lambda: ghoffload.offload_activations(model=model))
+        found = gradients(lambda: ghoffload.offload_activations(window_bytes=0, model=model))
         moved = machine.traffic.d2h_bytes - before
         assert same_bits(found, expected)
-        # Inputs of four layers, the first of which nothing else made, and what the loss saves, in
-        # fp32; less what is kept once it is known to be needed at once.
-        assert 0 <= moved <= 4 * x.nbytes + 2 * x.nbytes
-    assert moved >= 2 * x.nbytes
+        # Inputs of four layers, and what the loss saves, which is fp32. The first input is held
+        # here, too: once that is known it stays.
+        assert moved == (6 if turn == 0 else 5) * x.nbytes
 
 
 def test_a_second_backward_of_a_retained_graph_beside_another_forward(

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ghoffload
-from ghoffload.activations.context import release
+from ghoffload.activations.mover import release
 from ghoffload.machine.virtual import VirtualMachine
 
 EXAMPLES = ROOT / "examples"

@@ -1,39 +1,27 @@
-"""``offload_activations()``: autograd's hooks on what a forward saves.
-
-Note [hooks]
-    Autograd calls ``pack`` for each tensor that a node saves and keeps what it returns; ``unpack``
-    gives the tensor when the node runs backward, from whatever thread and as often as it is asked.
-    The innermost pair of hooks of a thread is used. What pack returns must not hold a tensor with
-    its history: an output that its own node saves would be a cycle. While a graph is captured or a
-    compiler traces, tensors pass through.
-"""
+"""``offload_activations()`` and ``offload_module()``."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ghoffload.activations.blocks import BlockLog, Blocks, Mode, Stage
-from ghoffload.activations.mover import Mover
-from ghoffload.activations.passes import Candidate, Pass
-from ghoffload.activations.policy import Decision, Options, Policy, Saved, decided, plan_for
+from ghoffload.activations.blocks import Blocks
+from ghoffload.activations.hooks import Forward, unpack
+from ghoffload.activations.passes import Pass
+from ghoffload.activations.policy import Options, Policy
 from ghoffload.activations.recognise import Recogniser
-from ghoffload.activations.spill import Kept, Moved, extent_of
+from ghoffload.activations.report import page
 from ghoffload.config import parse_bytes
-from ghoffload.machine import machine_for
 from ghoffload.machine.protocol import Machine
 
 WINDOW_BYTES = 512 << 20
 AHEAD_BYTES = 512 << 20
-USABLE = 0.95
-"""Of a GPU's memory: what a budget may be where none is given; the allocator needs some slack."""
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 class offload_activations(contextlib.ContextDecorator):
@@ -125,7 +113,7 @@ class offload_activations(contextlib.ContextDecorator):
         self._last: dict[torch.device, Pass] = {}
 
     def __enter__(self) -> offload_activations:
-        forward = _Forward(self._options, self._blocks, self._machine, self._recogniser)
+        forward = Forward(self._options, self._blocks, self._machine, self._recogniser)
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(forward.pack, unpack))
             if self._blocks is not None:
@@ -152,15 +140,13 @@ class offload_activations(contextlib.ContextDecorator):
             self._recognisers[machine] = found
         return found
 
-    def _stack(self) -> list[tuple[_Forward, contextlib.ExitStack]]:
+    def _stack(self) -> list[tuple[Forward, contextlib.ExitStack]]:
         if not hasattr(self._entered, "stack"):
             self._entered.stack = []
         return self._entered.stack  # type: ignore[no-any-return]
 
     def report(self) -> str:
         """What the last forward under this context moved and kept, for a person."""
-        from ghoffload.activations.report import page
-
         return page(self._last)
 
 
@@ -198,186 +184,3 @@ class _Both(torch.utils.hooks.RemovableHandle):
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-
-
-class _Forward:
-    """The hooks of one entry; a pass for each device whose tensors are moved."""
-
-    def __init__(
-        self,
-        options: Options,
-        blocks: Blocks | None,
-        machine: Machine | str | None,
-        recogniser: Callable[[Machine], Recogniser],
-    ) -> None:
-        self._options, self._blocks = options, blocks
-        self._machine, self._recogniser = machine, recogniser
-        self._log: BlockLog | None = None
-        self._passes: dict[torch.device, tuple[Pass, Recogniser] | None] = {}
-        self._moved = self._met = 0
-
-    def pack(self, tensor: Tensor) -> Any:
-        if torch.compiler.is_compiling() or not isinstance(tensor, Tensor):
-            return tensor
-        found = self._pass(tensor.device)
-        if found is None or found[0].mover.machine.capturing:
-            return tensor
-        home, recogniser = found
-        with torch.no_grad(), home.mover.exclusive(), home.hook():
-            return self._packed(tensor, home, recogniser)
-
-    def _packed(self, tensor: Tensor, home: Pass, recogniser: Recogniser) -> Any:
-        mover = home.mover
-        reason = recogniser.kept(tensor)
-        if reason is not None and reason != "small":
-            home.keep(reason, tensor.numel() * tensor.element_size())
-            return Kept(tensor, home)
-        extent = extent_of(tensor)
-        spill = mover.find(tensor, extent)
-        if spill is not None:
-            return Moved(tensor, home, spill)
-        if reason is not None:
-            home.keep(reason, tensor.numel() * tensor.element_size())
-            return Kept(tensor, home)
-        if home.stays(tensor, extent):
-            return Kept(tensor, home)
-        operator = tensor.grad_fn.name() if tensor.grad_fn is not None else "leaf"
-        nbytes = extent.end - extent.start
-        index = home.number(Candidate(nbytes, f"{operator} {tensor.dtype} {tuple(tensor.shape)}"))
-        if home.log is not None:
-            home.log.add(nbytes)
-        decision, why = self._decide(tensor, home, index, nbytes, operator)
-        handle: Kept | Moved
-        if decision is Decision.KEEP:
-            home.keep(why, nbytes)
-            home.let_stay(tensor, extent)
-            handle = Kept(tensor, home, index)
-        else:
-            spill = mover.leave(tensor, extent, home, index, code=decision is Decision.FP8)
-            handle = Moved(tensor, home, spill)
-        mover.retire(home.room(index))
-        return handle
-
-    def _decide(
-        self, tensor: Tensor, home: Pass, index: int, nbytes: int, operator: str
-    ) -> tuple[Decision, str]:
-        options = self._options
-        if home.log is not None:
-            mode = home.log.what()
-            if mode is Mode.FP8 and tensor.dtype in _HALVES:
-                return Decision.FP8, ""
-            return (Decision.KEEP if mode is Mode.KEEP else Decision.OFFLOAD), "chosen"
-        if home.plan is not None and (why := home.plan.kept.get(index)) is not None:
-            return Decision.KEEP, why
-        codes = options.compress == "fp8" and tensor.dtype in _HALVES
-        decision = Decision.FP8 if codes else Decision.OFFLOAD
-        why = "as asked"
-        if options.policy is not None:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            saved = Saved(index, tuple(tensor.shape), dtype, nbytes, operator)
-            answer = decided(options.policy(saved), saved)
-            if answer is Decision.FP8 and not tensor.is_floating_point():
-                raise ValueError(f"policy expects 'fp8' for floating point alone, got {dtype}")
-            decision = decision if answer is Decision.OFFLOAD else answer
-        elif options.fraction < 1:
-            self._met += nbytes
-            if self._moved + nbytes / 2 > options.fraction * self._met:
-                decision = Decision.KEEP
-            else:
-                self._moved += nbytes
-        return decision, why
-
-    def _pass(self, device: torch.device) -> tuple[Pass, Recogniser] | None:
-        if device not in self._passes:
-            machine = None
-            if device.type in ("cpu", "cuda"):
-                machine = machine_for(device, self._machine)
-            if machine is None:
-                self._passes[device] = None
-            else:
-                self._passes[device] = (self._begin(machine), self._recogniser(machine))
-        return self._passes[device]
-
-    def _begin(self, machine: Machine) -> Pass:
-        mover, options = mover_of(machine), self._options
-        budget = options.budget_bytes
-        if budget is None and options.auto:
-            limit = machine.memory_limit()
-            budget = None if limit is None else round(limit * USABLE)
-        if self._blocks is not None and self._log is None:
-            learning = mover.learning(options, self._blocks)
-            log = self._log = learning.begin()
-            home = Pass(mover, options, budget=budget, log=log, learning=learning)
-            if log.stage is Stage.CHOSEN and log.choice is not None:
-                home.window_bytes = home.ahead_bytes = log.choice.under_way
-            return home
-        learned = mover.learned(options)
-        plan = None if learned is None else plan_for(options, learned, budget)
-        return Pass(mover, options, budget=budget, expected=learned, plan=plan)
-
-    @contextlib.contextmanager
-    def block(self, number: int) -> Iterator[Mode]:
-        """Around the forward of one block; what is to be done with it."""
-        assert self._blocks is not None
-        found = self._pass(self._blocks.device()) if torch.is_grad_enabled() else None
-        log = found[0].log if found is not None else None
-        if found is None or log is None:
-            yield Mode.KEEP
-            return
-        machine = found[0].mover.machine
-        outer, log.current = log.current, number
-        begin = machine.stamp(machine.current_stream()) if log.stage is Stage.TIMES else None
-        try:
-            yield log.mode(number)
-        finally:
-            log.current = outer
-            if begin is not None:
-                log.times[number] = [begin, machine.stamp(machine.current_stream())]
-
-    def end(self, *, finished: bool) -> dict[torch.device, Pass]:
-        """The forward is over."""
-        passes = {device: found[0] for device, found in self._passes.items() if found is not None}
-        for home in passes.values():
-            with home.mover.exclusive():
-                home.end(finished=finished)
-        return passes
-
-
-def unpack(packed: Any) -> Tensor:
-    """The saved tensor for what ``pack`` returned."""
-    if isinstance(packed, Tensor):
-        return packed
-    assert isinstance(packed, (Kept, Moved))
-    packed.check()
-    home = packed.home
-    with torch.no_grad(), home.mover.exclusive(), home.hook():
-        home.in_backward()
-        if isinstance(packed, Moved):
-            return home.mover.serve(packed)
-        if packed.index is not None:
-            home.asked(packed.index)
-        home.mover.reload_ahead(home)
-        return packed.tensor
-
-
-_movers: dict[Machine, Mover] = {}
-_movers_lock = threading.Lock()
-
-
-def mover_of(machine: Machine) -> Mover:
-    """The mover of a machine, made at the first call."""
-    with _movers_lock:
-        if machine not in _movers:
-            _movers[machine] = Mover(machine)
-        return _movers[machine]
-
-
-def release(machine: Machine) -> None:
-    """Give back the host memory that activations on a machine were offloaded to.
-
-    It is kept for the next forward otherwise. Nothing must be away.
-    """
-    with _movers_lock:
-        mover = _movers.pop(machine, None)
-    if mover is not None:
-        mover.close()

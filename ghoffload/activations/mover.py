@@ -23,7 +23,6 @@ import contextlib
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,37 +31,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ghoffload.activations.blocks import RATE, Blocks, Learning
 from ghoffload.activations.passes import Learned, Pass
+from ghoffload.activations.payload import decoded, payload_of
 from ghoffload.activations.slabs import Slabs
 from ghoffload.activations.spill import Extent, Moved, Spill, State, version_of
-from ghoffload.kernels import coding
 from ghoffload.machine.protocol import Machine
 from ghoffload.measure import rates_of
-from ghoffload.memory.carving import align
 from ghoffload.transfer import Reload, WriteBack, chunked
 
 if TYPE_CHECKING:
     from ghoffload.activations.policy import Options
 
 OWNER = "activations"
-_SCALES_AT = 256  # alignment of the scales behind the codes
 _LEARNED = 16  # options whose last pass is remembered
-
-
-@dataclass(frozen=True, slots=True)
-class Payload:
-    """What crosses the link for a tensor.
-
-    Attributes:
-        extent: the bytes it stands for.
-        memory: uint8, 1-D, in HBM: those bytes or their codes.
-        nbytes: of the extent in HBM.
-        coded: dtype of the elements; ``None`` for bytes as they are.
-    """
-
-    extent: Extent
-    memory: Tensor
-    nbytes: int
-    coded: torch.dtype | None
 
 
 class Mover:
@@ -166,7 +146,7 @@ class Mover:
         machine = self.machine
         storage = tensor.untyped_storage()
         held = holders(storage)
-        payload = self._payload(tensor, extent, code=code)
+        payload = payload_of(tensor, extent, machine, code=code)
         held = holders(storage) - held  # by the payload
         block = self.slabs.take(payload.memory.numel())
         spill = Spill(
@@ -212,25 +192,6 @@ class Mover:
                 self.machine.current_stream(), spill.left, label="forward waits for an offload"
             )
             self._left(spill)
-
-    def _payload(self, tensor: Tensor, extent: Extent, *, code: bool) -> Payload:
-        tensor = tensor.detach()
-        item = tensor.element_size()
-        if extent.compact:
-            flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-            flat.view(tensor.shape).copy_(tensor)
-        else:
-            begin, end = extent.start // item, extent.end // item
-            flat = tensor.as_strided((end - begin,), (1,), begin)
-        memory = flat.view(torch.uint8)
-        if not code:
-            return Payload(extent, memory, memory.numel(), None)
-        scales_at, total = _coded_size(flat.numel())
-        codes = torch.empty(total, dtype=torch.uint8, device=flat.device)
-        scales = codes[scales_at:].view(torch.float32)
-        launch = coding.encode(flat, codes[: flat.numel()], scales, code="fp8")
-        self.machine.launch(launch, stream=self.machine.current_stream())
-        return Payload(extent, codes, memory.numel(), flat.dtype)
 
     def _left(self, spill: Spill) -> None:
         """The source may go."""
@@ -318,24 +279,16 @@ class Mover:
         self.coming_bytes -= spill.nbytes
         spill.state = State.BACK
         if spill.coded is not None:
-            spill.back = self._decode(spill.back, spill)
+            spill.back = decoded(spill.back, spill.nbytes, spill.coded, machine)
             spill.stream = stream
             machine.record(spill.arrived, stream)  # what the next to ask waits for
 
     def _from(self, handle: Moved, source: Tensor | None) -> Tensor:
         assert source is not None
-        if handle.spill.coded is None:
+        spill = handle.spill
+        if spill.coded is None:
             return handle.of(source)
-        return handle.of(self._decode(source, handle.spill))
-
-    def _decode(self, codes: Tensor, spill: Spill) -> Tensor:
-        assert spill.coded is not None
-        elements = spill.nbytes // spill.coded.itemsize
-        flat = torch.empty(elements, dtype=spill.coded, device=codes.device)
-        scales = codes[_coded_size(elements)[0] :].view(torch.float32)
-        launch = coding.decode(codes[:elements], scales, flat, code="fp8")
-        self.machine.launch(launch, stream=self.machine.current_stream())
-        return flat.view(torch.uint8)
+        return handle.of(decoded(source, spill.nbytes, spill.coded, self.machine))
 
     def _served(self, handle: Moved) -> None:
         if not handle.served:
@@ -384,12 +337,6 @@ class Mover:
             self.slabs.close()
 
 
-def _coded_size(elements: int) -> tuple[int, int]:
-    """Where the scales begin behind so many codes, and bytes of both."""
-    at = align(elements, _SCALES_AT)
-    return at, at + 4 * coding.scale_count(elements)
-
-
 def holders(storage: torch.UntypedStorage) -> int:
     """How many tensors look at a storage."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # and the storage's own object
@@ -405,3 +352,26 @@ def _alive(spill: Spill) -> torch.UntypedStorage | None:
     if spill.storage.expired():
         return None
     return torch.UntypedStorage._new_with_weak_ptr(spill.storage.cdata)
+
+
+_movers: dict[Machine, Mover] = {}
+_movers_lock = threading.Lock()
+
+
+def mover_of(machine: Machine) -> Mover:
+    """The mover of a machine, made at the first call."""
+    with _movers_lock:
+        if machine not in _movers:
+            _movers[machine] = Mover(machine)
+        return _movers[machine]
+
+
+def release(machine: Machine) -> None:
+    """Give back the host memory that activations on a machine were offloaded to.
+
+    It is kept for the next forward otherwise. Nothing must be away.
+    """
+    with _movers_lock:
+        mover = _movers.pop(machine, None)
+    if mover is not None:
+        mover.close()

@@ -27,17 +27,8 @@ _SAME = frozenset(
     f"{name}Backward"
     for name in (
         *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias"),
-        *(
-            "Slice",
-            "Select",
-            "Split",
-            "SplitWithSizes",
-            "Unbind",
-            "Diagonal",
-            "ViewAsReal",
-            "ViewAsComplex",
-        ),
-        *("Expand", "Unsqueeze", "Squeeze", "AsStrided", "Unfold", "ToCopy"),
+        *("Slice", "Select", "Split", "SplitWithSizes", "Unbind", "Diagonal", "AsStrided"),
+        *("Expand", "Unsqueeze", "Squeeze", "Unfold", "ViewAsReal", "ViewAsComplex", "ToCopy"),
     )
 )
 _FAR = 8  # steps that are walked
