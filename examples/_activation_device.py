@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ghoffload.activations.mover import release
 from ghoffload.machine.cuda import CudaMachine
@@ -61,7 +62,10 @@ class Gpu:
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Sums in one order; memory is left uninitialised as it is otherwise."""
+    """Sums in one order; memory is left uninitialised as it is otherwise.
+
+    Of attention's backwards on a GPU it is the flash kernel's that can do so.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
     with warnings.catch_warnings():
@@ -69,7 +73,8 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
         try:
-            yield
+            with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+                yield
         finally:
             torch.utils.deterministic.fill_uninitialized_memory = filled
             torch.use_deterministic_algorithms(before)

@@ -27,6 +27,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import statistics
 import sys
@@ -204,6 +205,7 @@ def main(arguments: list[str] | None = None, gpu: Gpu | None = None) -> int:
         if not torch.cuda.is_available():
             print("benchmark_activations needs a CUDA GPU that torch can use; there is none here.")
             return 2
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else its sums change order
         gpu = Gpu()
     begun = time.perf_counter()
     before = gpu.rates()

@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ghoffload
-from ghoffload.activations.blocks import BlockCost, Choice, Costs, Mode, Stage, choose
+from ghoffload.activations.blocks import Stage
+from ghoffload.activations.choose import (
+    ROUNDING,
+    BlockCost,
+    Choice,
+    Costs,
+    Mode,
+    Peaks,
+    choose,
+)
 from ghoffload.activations.mover import mover_of
 from ghoffload.check.programs import same_bits
 
@@ -29,8 +38,7 @@ LLAMA = Costs(
     blocks=[BlockCost(nbytes=620 * 10**6, input_bytes=34 * 10**6, seconds=2e-3)] * 22,
     forward=0.045,
     backward=0.085,
-    forward_peak=5_600 * 10**6,
-    backward_peak=6 * GB,
+    peaks=Peaks(forward=5_600 * 10**6, loss=5_800 * 10**6, blocks=6 * GB),
     d2h=55e9,
     h2d=55e9,
     code_ratio=0.0,
@@ -52,9 +60,9 @@ def test_with_room_for_everything_everything_is_kept() -> None:
 
 
 def test_at_the_peak_of_checkpointing_blocks_are_recomputed() -> None:
-    choice = choose(LLAMA, LLAMA.backward_peak)
+    choice = choose(LLAMA, LLAMA.peaks.blocks)
     assert choice.fits
-    assert choice.seconds <= 0.13 + 22 * 2e-3
+    assert choice.seconds <= 0.13 + 22 * 2e-3 + 1e-9
     assert counts(choice)[Mode.RECOMPUTE] >= 16
 
 
@@ -62,14 +70,14 @@ def test_a_fast_link_offloads_and_a_slow_one_recomputes() -> None:
     fast = dataclasses.replace(LLAMA, d2h=400e9, h2d=400e9)
     assert counts(choose(fast, 7 * GB))[Mode.OFFLOAD] >= 18  # two percent are as good as equal
     slow = dataclasses.replace(LLAMA, d2h=1e9, h2d=1e9)
-    assert counts(choose(slow, slow.backward_peak)) == {Mode.RECOMPUTE: 22}
+    assert counts(choose(slow, slow.peaks.blocks)) == {Mode.RECOMPUTE: 22}
 
 
 def test_fp8_is_chosen_where_it_may_be_and_hides_more() -> None:
     coded = dataclasses.replace(LLAMA, code_ratio=0.515)
     plain, with_it = (
-        choose(LLAMA, LLAMA.backward_peak + GB),
-        choose(coded, LLAMA.backward_peak + GB),
+        choose(LLAMA, LLAMA.peaks.blocks + GB),
+        choose(coded, LLAMA.peaks.blocks + GB),
     )
     assert Mode.FP8 not in plain.modes
     assert Mode.FP8 in with_it.modes
@@ -77,9 +85,10 @@ def test_fp8_is_chosen_where_it_may_be_and_hides_more() -> None:
 
 
 def test_offloaded_blocks_are_spread_and_the_last_are_kept() -> None:
-    choice = choose(LLAMA, LLAMA.backward_peak + 4 * GB)
-    kept = [index for index, mode in enumerate(choice.modes) if mode is Mode.KEEP]
-    assert kept == list(range(22 - len(kept), 22))
+    choice = choose(LLAMA, LLAMA.peaks.blocks + 4 * GB)
+    others = [mode for mode in choice.modes if mode is not Mode.OFFLOAD]
+    assert others == sorted(others, key=[Mode.RECOMPUTE, Mode.KEEP].index)
+    assert choice.modes[-1] is Mode.KEEP
     moved = [index for index, mode in enumerate(choice.modes) if mode is Mode.OFFLOAD]
     gaps = [b - a for a, b in itertools.pairwise(moved)]
     assert not gaps or max(gaps) - min(gaps) <= 1
@@ -107,13 +116,12 @@ costs = st.builds(
     ),
     forward=st.floats(1e-2, 1),
     backward=st.floats(1e-2, 1),
-    forward_peak=st.integers(10**9, 2 * 10**9),
-    backward_peak=st.integers(10**9, 2 * 10**9),
+    peaks=st.builds(Peaks, *[st.integers(10**9, 2 * 10**9)] * 3),
     d2h=st.floats(1e9, 5e11),
     h2d=st.floats(1e9, 5e11),
     code_ratio=st.sampled_from([0.0, 0.515]),
     under_way=st.integers(0, 10**8),
-)
+).map(lambda c: dataclasses.replace(c, forward=c.forward + sum(b.seconds for b in c.blocks)))
 
 
 @given(costs, st.integers(10**9, 12 * 10**9))
@@ -121,16 +129,16 @@ def test_it_is_never_slower_than_plain_ways_that_fit(costs: Costs, budget: int) 
     choice = choose(costs, budget)
     again = sum(block.seconds for block in costs.blocks)
     compute = costs.forward + costs.backward
-    if max(costs.forward_peak, costs.backward_peak) <= budget:  # plain checkpointing fits
+    if max(costs.peaks) <= budget:  # plain checkpointing fits
         assert choice.fits
         assert choice.seconds <= 1.02 * (compute + again) + 1e-12
-    kept = max(costs.forward_peak, costs.backward_peak) + sum(
+    kept = max(costs.peaks) + sum(
         block.nbytes - block.input_bytes for block in costs.blocks
     )
     if kept <= budget:
         assert choice.seconds <= 1.02 * compute + 1e-12
     assert choice.seconds >= compute - 1e-12
-    assert choice.fits == (choice.peak <= budget)
+    assert choice.fits == (choice.peak <= budget * (1 + ROUNDING))
 
 
 def run(context: Any, steps: int = 5, batch: Any = lambda step: 2) -> list[Tensor]:

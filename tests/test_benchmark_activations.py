@@ -245,7 +245,7 @@ def test_all_of_it_on_virtual_hbm(
         assert rows["save_on_cpu", None]["moved"][0] > everything["moved"][0]
         assert rows["TRL", None]["moved"][0] > rows["TRL", None]["moved"][1] > 0
         assert rows["checkpointing", None]["moved"] == [0, 0]
-        assert 0 < rows["ghoffload, checkpointed", None]["moved"][0] < everything["moved"][0]
+        assert rows["ghoffload, checkpointed", None]["moved"][0] < everything["moved"][0]
         moved = [rows["budget", f]["moved"][0] for f in (0.25, 0.5, 0.75)]
         assert moved == sorted(moved, reverse=True)
         assert "chosen: " in rows["blocks, budget", 0.4]["report"]

@@ -54,19 +54,21 @@ def vectors(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> list[bool]
     """Launches go to the library; which of them took the vector path."""
     taken: list[bool] = []
 
-    def launch(source, kernel, device, *, blocks, threads, parameters, stream):  # type: ignore[no-untyped-def]
+    def launch(source, kernel, device, *, blocks, threads, words, stream):  # type: ignore[no-untyped-def]
         assert source == "coding"
-        vector = bool(parameters[-1][0])
-        first, second, third = (int(parameter[0]) for parameter in parameters[:3])
+        vector = bool(words[-1])
+        first, second, third = words[:3]
         wide, narrow = (third, first) if kernel.startswith("decode") else (first, second)
         cast = kernel == "stochastic_cast"
         width = 16 if cast or kernel.endswith("fp32") else 8
         assert not vector or (wide % width == 0 and narrow % (8 if cast else 4) == 0)
         taken.append(vector)
-        array = (ctypes.c_void_p * len(parameters))(*(p.ctypes.data for p in parameters))
+        memory = (ctypes.c_uint64 * len(words))(*words)
+        at = range(ctypes.addressof(memory), ctypes.addressof(memory) + 8 * len(words), 8)
+        array = (ctypes.c_void_p * len(words))(*at)
         getattr(library, f"run_{kernel}")(array, blocks, threads)
 
-    monkeypatch.setattr(cuda, "launch", launch)
+    monkeypatch.setattr(cuda, "launch_words", launch)
     monkeypatch.setattr(cuda, "device_index", lambda tensor: 0)
     return taken
 

@@ -3,7 +3,8 @@
 Note [three passes]
     The first forward offloads everything and notes what each block saves. The second recomputes
     every block (``torch.utils.checkpoint``) and notes how long each block's forward takes, how long
-    the backward, and the peaks of both. From then on each block has the mode that makes the step
+    the backward, and the peaks: of the forward, of the backward before it comes to the blocks, and
+    after that. From then on each block has the mode that makes the step
     shortest within the budget: choose.py. A forward that saves more than was expected begins anew;
     one that saves less keeps the modes.
 """
@@ -22,7 +23,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ghoffload.activations.choose import BlockCost, Choice, Costs, Mode, choose
+from ghoffload.activations.choose import BlockCost, Choice, Costs, Mode, Peaks, choose
+from ghoffload.activations.usage import budget_left
 from ghoffload.machine.protocol import Stamp
 
 RATE = 50e9
@@ -50,6 +52,7 @@ class BlockLog:
         choice: in force.
         current: the block whose forward runs; -1 outside of them.
         saved: bytes by block.
+        within: the block of each number, -1 for none.
         times: begin and end of each block's forward.
         forward, backward: begin and end of both.
     """
@@ -58,6 +61,7 @@ class BlockLog:
     choice: Choice | None
     current: int = -1
     saved: dict[int, int] = field(default_factory=dict)
+    within: list[int] = field(default_factory=list)
     times: dict[int, list[Stamp]] = field(default_factory=dict)
     forward: list[Stamp] = field(default_factory=list)
     backward: list[Stamp] = field(default_factory=list)
@@ -82,6 +86,7 @@ class BlockLog:
 
     def add(self, nbytes: int) -> None:
         """Something was saved."""
+        self.within.append(self.current)
         self.saved[self.current] = self.saved.get(self.current, 0) + nbytes
 
 
@@ -96,6 +101,9 @@ class Learning:
     def __init__(self, blocks: Blocks) -> None:
         self.stage = Stage.SAVED
         self.choice: Choice | None = None
+        self._costs: Costs | None = None
+        self._left: int | None = None
+        self._base = 0
         self._blocks = [weakref.ref(module) for module in blocks.modules]
         self._saved: dict[int, int] = {}
         self._inputs: dict[int, int] = {}
@@ -104,15 +112,21 @@ class Learning:
         """Whether these are the blocks, and no others in their place."""
         return [ref() for ref in self._blocks] == list(blocks.modules)
 
-    def begin(self) -> BlockLog:
-        """For a pass that begins."""
+    def begin(self, budget: int | None, in_use: int) -> BlockLog:
+        """For a pass that begins with so many bytes in use."""
+        if self.stage is Stage.TIMES:
+            self._base = in_use
+        elif self._costs is not None and budget is not None:
+            left = budget_left(budget, in_use - self._base, self._left)
+            if left != self._left:
+                self.choice, self._left = choose(self._costs, left), left
         return BlockLog(self.stage, self.choice)
 
     def end(
         self,
         log: BlockLog,
         *,
-        peaks: tuple[int, int],
+        peaks: Peaks,
         budget: int | None,
         rates: tuple[float, float],
         code_ratio: float,
@@ -125,22 +139,22 @@ class Learning:
             self._saved, self.stage = log.saved, Stage.TIMES
             return
         if self.stage is Stage.TIMES:
-            costs = self._costs(log, peaks, rates, code_ratio, under_way)
-            if costs is not None:
-                self._inputs = log.saved
-                self.choice, self.stage = choose(costs, budget), Stage.CHOSEN
+            self._costs = self._costs_of(log, peaks, rates, code_ratio, under_way)
+            if self._costs is not None:
+                self._inputs, self._left = log.saved, budget
+                self.choice, self.stage = choose(self._costs, budget), Stage.CHOSEN
             return
         for block, nbytes in log.saved.items():
             inputs = block >= 0 and log.mode(block) is Mode.RECOMPUTE
             expected = (self._inputs if inputs else self._saved).get(block, 0)
             if nbytes > GROWTH * expected:
-                self.stage, self.choice = Stage.SAVED, None
+                self.stage, self.choice, self._costs = Stage.SAVED, None, None
                 return
 
-    def _costs(
+    def _costs_of(
         self,
         log: BlockLog,
-        peaks: tuple[int, int],
+        peaks: Peaks,
         rates: tuple[float, float],
         code_ratio: float,
         under_way: int,
@@ -163,8 +177,7 @@ class Learning:
             blocks=blocks,
             forward=forward,
             backward=max(log.backward[0].seconds_to(log.backward[1]) - again, forward),
-            forward_peak=peaks[0],
-            backward_peak=peaks[1],
+            peaks=peaks,
             d2h=rates[0],
             h2d=rates[1],
             code_ratio=code_ratio,
@@ -201,11 +214,14 @@ class Blocks:
         return torch.device("cpu")
 
     @contextmanager
-    def wrapped(self, around: Around) -> Iterator[None]:
-        """Within it, each block's forward runs within ``around(number)``, recomputed if it says."""
+    def wrapped(self, around: Around, kept: Callable[[Any], None]) -> Iterator[None]:
+        """Within it, each block's forward runs within ``around(number)``, recomputed if it says.
+
+        ``kept`` gets the outputs of those that are kept.
+        """
         before = [module.__dict__.get("forward") for module in self.modules]
         for number, module in enumerate(self.modules):
-            module.forward = _wrapped(module.forward, number, around)
+            module.forward = _wrapped(module.forward, number, around, kept)
         try:
             yield
         finally:
@@ -216,11 +232,16 @@ class Blocks:
                     module.forward = own
 
 
-def _wrapped(forward: Callable[..., Any], number: int, around: Around) -> Callable[..., Any]:
+def _wrapped(
+    forward: Callable[..., Any], number: int, around: Around, kept: Callable[[Any], None]
+) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with around(number) as mode:
             if mode is Mode.RECOMPUTE:
                 return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-            return forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
+        if mode is Mode.KEEP:
+            kept(output)
+        return output
 
     return run

@@ -1,12 +1,11 @@
 """Which blocks of a model to keep, to offload and to recompute, so that a step is shortest.
 
 Note [what a step takes]
-    The forward takes as long as the compute, or as the link takes for what leaves, whichever is
-    longer; the backward as long as its compute and what is recomputed, or as the link takes back.
-    A kept block costs its bytes at the end of the forward, and saves them where it would be brought
-    back or recomputed, which for one block at a time takes as many. The last blocks are kept, as
-    they are needed soonest; of the others those that are offloaded are spread evenly, as the link
-    is.
+    Block after block: its compute; or the link, where what is to leave is more than may be under
+    way, or what is to come back has not come. Nothing comes back before backward begins, and then
+    as much as may be under way ahead of the block that needs it.
+    Blocks that are offloaded are spread evenly over the forward, so that the link always has
+    something to do; the last of the others are kept, as they are needed soonest.
 """
 
 from __future__ import annotations
@@ -15,9 +14,12 @@ import enum
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 AT_LEAST = 0.02
 """Of a step's time: what another choice must gain to move more bytes for it."""
+ROUNDING = 1 / 256
+"""Of a budget: by as much do the peaks of equal passes differ, as allocators round."""
 
 
 class Mode(enum.Enum):
@@ -44,6 +46,20 @@ class BlockCost:
     seconds: float
 
 
+class Peaks(NamedTuple):
+    """Bytes in HBM with every block recomputed and the blocks' inputs kept.
+
+    Attributes:
+        forward: of the forward.
+        loss: of the backward until it comes to a block.
+        blocks: of the rest of it.
+    """
+
+    forward: int
+    loss: int
+    blocks: int
+
+
 @dataclass(frozen=True, slots=True)
 class Costs:
     """What there is to choose from.
@@ -51,8 +67,7 @@ class Costs:
     Attributes:
         blocks: in the order of the forward.
         forward, backward: seconds of both with every block recomputed, without the recomputation.
-        forward_peak, backward_peak: bytes in HBM then, the blocks' inputs kept; the first up to
-            where backward begins.
+        peaks: in HBM, then.
         d2h, h2d: bytes a second of the link.
         code_ratio: bytes of a tensor that is coded, of those of one that is not; 0 where none is.
         under_way: bytes that should be on their way at once for the link to be full.
@@ -61,8 +76,7 @@ class Costs:
     blocks: Sequence[BlockCost]
     forward: float
     backward: float
-    forward_peak: int
-    backward_peak: int
+    peaks: Peaks
     d2h: float
     h2d: float
     code_ratio: float
@@ -126,41 +140,76 @@ def _better(one: Choice, other: Choice) -> bool:
 def _predicted(
     costs: Costs, budget: int | None, kept: int, moved: int, mode: Mode, *, move_inputs: bool
 ) -> Choice:
-    """Note [what a step takes]."""
-    count = len(costs.blocks)
-    rest = count - kept
-    modes = [Mode.KEEP] * count
-    for index in range(rest):
-        spread = (index + 1) * moved // rest > index * moved // rest
-        modes[index] = mode if spread else Mode.RECOMPUTE
-    out, again, held, largest = 0.0, 0.0, 0, 0
+    modes = _spread(len(costs.blocks), kept, moved, mode)
+    held, largest, out = 0, 0, []
     for block, chosen in zip(costs.blocks, modes, strict=True):
+        leaves = 0.0
         if chosen is Mode.KEEP:
             held += block.nbytes - block.input_bytes
         elif chosen is Mode.RECOMPUTE:
-            again += block.seconds
             if move_inputs:
-                out += block.input_bytes
+                leaves = block.input_bytes
                 held -= block.input_bytes
                 largest = max(largest, block.input_bytes)
         else:
-            out += block.nbytes * (costs.code_ratio if chosen is Mode.FP8 else 1)
+            leaves = block.nbytes * (costs.code_ratio if chosen is Mode.FP8 else 1)
             held -= block.input_bytes
             largest = max(largest, block.nbytes // 4)
-    under_way = max(costs.under_way, largest) if out else 0
-    one_less = costs.blocks[-1].nbytes if kept else 0
-    at_most = max(
-        costs.forward_peak + held,
-        costs.backward_peak + held - one_less,
-        costs.backward_peak + min(held, 0),  # when those that were kept are done
+        out.append(leaves)
+    under_way = max(costs.under_way, largest) if any(out) else 0
+    # A kept block's backward makes nothing anew.
+    one_less = costs.blocks[-1].nbytes if modes[-1] is Mode.KEEP else 0
+    peaks = costs.peaks
+    peak = under_way + max(
+        peaks.forward + held,
+        peaks.loss + held,
+        peaks.blocks + held - one_less,
+        peaks.blocks + min(held, 0),  # when those that were kept are done
     )
-    peak = at_most + under_way
     return Choice(
         modes=tuple(modes),
         move_inputs=move_inputs,
-        seconds=max(costs.forward, out / costs.d2h) + max(costs.backward + again, out / costs.h2d),
+        seconds=_seconds(costs, modes, out, under_way),
         peak=peak,
-        moved=round(out),
+        moved=round(sum(out)),
         under_way=under_way,
-        fits=budget is None or peak <= budget,
+        fits=budget is None or peak <= budget * (1 + ROUNDING),
     )
+
+
+def _spread(count: int, kept: int, moved: int, mode: Mode) -> list[Mode]:
+    modes = [Mode.RECOMPUTE] * count
+    # What the last block saves is needed at once.
+    among = count - 1 if kept and moved < count else count
+    for number in range(moved):
+        modes[number * among // moved] = mode
+    others = [index for index in range(count) if modes[index] is Mode.RECOMPUTE]
+    for index in others[len(others) - kept :]:
+        modes[index] = Mode.KEEP
+    return modes
+
+
+def _seconds(costs: Costs, modes: Sequence[Mode], out: Sequence[float], under_way: int) -> float:
+    """Note [what a step takes]."""
+    now = free = 0.0
+    for block, leaves in zip(costs.blocks, out, strict=True):
+        if leaves:
+            free = max(free, now) + leaves / costs.d2h
+        now = max(now + block.seconds, free - under_way / costs.d2h)
+    in_blocks = sum(block.seconds for block in costs.blocks)
+    loss = max(costs.forward - in_blocks, 0.0)
+    forward = now + loss
+    ratio = costs.backward / costs.forward if costs.forward else 1.0
+    begun = 0.0  # from when on what is needed next may come
+    now = loss * ratio
+    for block, mode, comes in zip(
+        reversed(costs.blocks), reversed(modes), reversed(out), strict=True
+    ):
+        begin = now
+        again = block.seconds if mode is Mode.RECOMPUTE else 0.0
+        now += block.seconds * ratio + again
+        if comes:
+            ahead = min(under_way, (begin - begun) * costs.h2d)
+            now = max(now, begin + (comes - ahead) / costs.h2d)
+            begun = now
+    return forward + now

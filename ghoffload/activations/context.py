@@ -117,7 +117,7 @@ class offload_activations(contextlib.ContextDecorator):
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(forward.pack, unpack))
             if self._blocks is not None:
-                stack.enter_context(self._blocks.wrapped(forward.block))
+                stack.enter_context(self._blocks.wrapped(forward.block, forward.block_ends))
             self._stack().append((forward, stack.pop_all()))
         return self
 

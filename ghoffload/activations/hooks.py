@@ -6,6 +6,10 @@ Note [hooks]
     The innermost pair of hooks of a thread is used. What pack returns must not hold a tensor with
     its history: an output that its own node saves would be a cycle. While a graph is captured or a
     compiler traces, tensors pass through.
+
+Note [kept blocks]
+    What a kept block saves is autograd's own business: around its forward our hooks are taken off,
+    unless other hooks are below or above them. Its backward sends for what is away as it begins.
 """
 
 from __future__ import annotations
@@ -16,16 +20,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ghoffload.activations.blocks import BlockLog, Blocks, Stage
 from ghoffload.activations.choose import Mode
 from ghoffload.activations.mover import mover_of
 from ghoffload.activations.passes import Candidate, Pass
-from ghoffload.activations.policy import Decision, Options, Saved, decided, plan_for
+from ghoffload.activations.policy import Decision, Options, Saved, decided
 from ghoffload.activations.recognise import Recogniser
 from ghoffload.activations.spill import Kept, Moved, extent_of
 from ghoffload.machine import machine_for
 from ghoffload.machine.protocol import Machine
+from ghoffload.machine.select import WrongDeviceError
 
 USABLE = 0.95
 """Of a GPU's memory: what a budget may be where none is given; the allocator needs some slack."""
@@ -55,8 +61,14 @@ class Forward:
         if found is None or found[0].mover.machine.capturing:
             return tensor
         home, recogniser = found
-        with torch.no_grad(), home.mover.exclusive(), home.hook():
-            return self._packed(tensor, home, recogniser)
+        usage = home.usage
+        with home.mover.exclusive():
+            if usage is None:
+                return self._packed(tensor, home, recogniser)
+            usage.pause()
+            packed = self._packed(tensor, home, recogniser)
+            usage.resume()
+            return packed
 
     def _packed(self, tensor: Tensor, home: Pass, recogniser: Recogniser) -> Any:
         mover = home.mover
@@ -75,7 +87,7 @@ class Forward:
             return Kept(tensor, home)
         operator = tensor.grad_fn.name() if tensor.grad_fn is not None else "leaf"
         nbytes = extent.end - extent.start
-        index = home.number(Candidate(nbytes, f"{operator} {tensor.dtype} {tuple(tensor.shape)}"))
+        index = home.number(Candidate(nbytes, operator, tensor.dtype, tensor.shape))
         if home.log is not None:
             home.log.add(nbytes)
         decision, why = self._decide(tensor, home, index, nbytes, operator)
@@ -123,7 +135,12 @@ class Forward:
         if device not in self._passes:
             machine = None
             if device.type in ("cpu", "cuda"):
-                machine = machine_for(device, self._machine)
+                try:
+                    machine = machine_for(device, self._machine)
+                except WrongDeviceError:
+                    if device.type != "cpu":
+                        raise
+                    # Where a GPU's tensors are moved these stay; checkpointing saves some.
             if machine is None:
                 self._passes[device] = None
             else:
@@ -137,15 +154,16 @@ class Forward:
             limit = machine.memory_limit()
             budget = None if limit is None else round(limit * USABLE)
         if self._blocks is not None and self._log is None:
-            learning = mover.learning(options, self._blocks)
-            log = self._log = learning.begin()
-            home = Pass(mover, options, budget=budget, log=log, learning=learning)
+            with mover.exclusive():
+                learning = mover.learning(options, self._blocks)
+                log = self._log = learning.begin(budget, mover.in_use())
+                home = Pass(mover, options, budget=budget, log=log, learning=learning)
             if log.stage is Stage.CHOSEN and log.choice is not None:
                 home.window_bytes = home.ahead_bytes = log.choice.under_way
             return home
-        learned = mover.learned(options)
-        plan = None if learned is None else plan_for(options, learned, budget)
-        return Pass(mover, options, budget=budget, expected=learned, plan=plan)
+        with mover.exclusive():
+            learned, plan = mover.expected(options, budget) or (None, None)
+            return Pass(mover, options, budget=budget, expected=learned, plan=plan)
 
     @contextlib.contextmanager
     def block(self, number: int) -> Iterator[Mode]:
@@ -159,12 +177,48 @@ class Forward:
         machine = found[0].mover.machine
         outer, log.current = log.current, number
         begin = machine.stamp(machine.current_stream()) if log.stage is Stage.TIMES else None
+        mode = log.mode(number)
         try:
-            yield log.mode(number)
+            with self._unhooked() if mode is Mode.KEEP else contextlib.nullcontext():
+                yield mode
         finally:
             log.current = outer
             if begin is not None:
                 log.times[number] = [begin, machine.stamp(machine.current_stream())]
+
+    @contextlib.contextmanager
+    def _unhooked(self) -> Iterator[None]:
+        """Note [kept blocks]."""
+        ours = _top_hooks()
+        if ours is None or ours[0] != self.pack:
+            yield
+            return
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            if _top_hooks() is None:
+                yield
+                return
+        finally:
+            torch._C._autograd._push_saved_tensors_default_hooks(*ours)
+        yield
+
+    def block_ends(self, output: Any) -> None:
+        """A kept block has returned its output."""
+        assert self._blocks is not None
+        found = self._passes.get(self._blocks.device())
+        if found is None or found[0].log is None:
+            return
+        home = found[0]
+
+        def begins(gradients: Any) -> None:
+            with home.mover.exclusive():
+                home.in_backward()
+                home.mover.reload_ahead(home)
+
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(begins)
+                return
 
     def end(self, *, finished: bool) -> dict[torch.device, Pass]:
         """The forward is over."""
@@ -175,6 +229,12 @@ class Forward:
         return passes
 
 
+def _top_hooks() -> tuple[Any, Any] | None:
+    """The hooks of this thread that would be used, if there are any."""
+    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found
+
+
 def unpack(packed: Any) -> Tensor:
     """The saved tensor for what ``pack`` returned."""
     if isinstance(packed, Tensor):
@@ -182,11 +242,18 @@ def unpack(packed: Any) -> Tensor:
     assert isinstance(packed, (Kept, Moved))
     packed.check()
     home = packed.home
-    with torch.no_grad(), home.mover.exclusive(), home.hook():
+    mover, usage = home.mover, home.usage
+    with mover.exclusive():
+        if usage is not None:
+            usage.pause()
         home.in_backward()
         if isinstance(packed, Moved):
-            return home.mover.serve(packed)
-        if packed.index is not None:
-            home.asked(packed.index)
-        home.mover.reload_ahead(home)
-        return packed.tensor
+            tensor = mover.serve(packed)
+        else:
+            if packed.index is not None:
+                home.asked(packed.index)
+            mover.reload_ahead(home)
+            tensor = packed.tensor
+        if usage is not None:
+            usage.resume()
+        return tensor

@@ -19,11 +19,9 @@ Note [letting go]
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -32,14 +30,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ghoffload.activations.blocks import RATE, Blocks, Learning
 from ghoffload.activations.passes import Learned, Pass
 from ghoffload.activations.payload import decoded, payload_of
+from ghoffload.activations.policy import Options, Plan, plan_for
 from ghoffload.activations.slabs import Slabs
 from ghoffload.activations.spill import Extent, Moved, Spill, State, version_of
+from ghoffload.activations.usage import budget_left
 from ghoffload.machine.protocol import Machine
 from ghoffload.measure import rates_of
 from ghoffload.transfer import Reload, WriteBack, chunked
-
-if TYPE_CHECKING:
-    from ghoffload.activations.policy import Options
 
 OWNER = "activations"
 _LEARNED = 16  # options whose last pass is remembered
@@ -57,7 +54,9 @@ class Mover:
         self.slabs = Slabs(machine, owner=OWNER)
         self.leaving_bytes = self.coming_bytes = 0
         self._learned: OrderedDict[Options, Learned] = OrderedDict()
+        self._plans: dict[Options, tuple[int | None, Plan]] = {}
         self._lock = threading.Lock()
+        self._exclusive = _Exclusive(self._lock, self._bury_forgotten)
         self._forgotten: deque[tuple[Pass, Spill | None, bool]] = deque()
         self._leaving: deque[Spill] = deque()
         self._by_storage: dict[int, list[Spill]] = {}
@@ -67,12 +66,9 @@ class Mover:
 
     # -- one at a time
 
-    @contextlib.contextmanager
-    def exclusive(self) -> Iterator[None]:
+    def exclusive(self) -> _Exclusive:
         """Around every use, as forwards and backwards may run in several threads."""
-        with self._lock:
-            yield
-        self._bury_forgotten()
+        return self._exclusive
 
     def forget(self, home: Pass, spill: Spill | None = None, *, served: bool = True) -> None:
         """A handle is gone: by whichever thread, and in the middle of anything."""
@@ -93,16 +89,27 @@ class Mover:
 
     # -- what was learned
 
-    def learned(self, options: Options) -> Learned | None:
-        """Of the last pass with these options."""
-        return self._learned.get(options)
+    def expected(self, options: Options, budget: int | None) -> tuple[Learned, Plan] | None:
+        """What the last pass with these options found, and what is to be done in one like it."""
+        learned = self._learned.get(options)
+        if learned is None:
+            return None
+        before = self._plans.get(options)
+        left = budget
+        if budget is not None:
+            grown = self.in_use() - learned.base
+            left = budget_left(budget, grown, None if before is None else before[0])
+        if before is None or before[0] != left:
+            before = self._plans[options] = left, plan_for(options, learned, left)
+        return learned, before[1]
 
     def learn(self, options: Options, learned: Learned) -> None:
         """A pass is over."""
         self._learned[options] = learned
         self._learned.move_to_end(options)
+        self._plans.pop(options, None)
         while len(self._learned) > _LEARNED:
-            self._learned.popitem(last=False)
+            self._plans.pop(self._learned.popitem(last=False)[0], None)
 
     def learning(self, options: Options, blocks: Blocks) -> Learning:
         """What is known of these blocks, under these options."""
@@ -184,6 +191,10 @@ class Mover:
         )
         return leaving + self.coming_bytes
 
+    def in_use(self) -> int:
+        """Bytes in HBM beside those."""
+        return self.machine.memory_allocated() - self.on_its_way()
+
     def retire(self, window: int) -> None:
         """Have the current stream wait until at most ``window`` bytes are leaving."""
         while self._leaving and self.leaving_bytes > window:
@@ -216,7 +227,6 @@ class Mover:
         spill, home = handle.spill, handle.home
         home.asked(spill.index)
         if spill.state is State.LEAVING:
-            home.at_once.add(spill.index)
             tensor = self._from(handle, spill.source)
             self._served(handle)
             if spill.unserved == 0:
@@ -335,6 +345,23 @@ class Mover:
             self.machine.synchronize_all()
             self._leaving.clear()
             self.slabs.close()
+
+
+class _Exclusive:
+    """Holds a lock; what came up meanwhile is done when it is let go."""
+
+    __slots__ = ("_after", "_lock")
+
+    def __init__(self, lock: threading.Lock, after: Callable[[], None]) -> None:
+        self._lock, self._after = lock, after
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, kind: object, value: object, traceback: object) -> None:
+        self._lock.release()
+        if kind is None:
+            self._after()
 
 
 def holders(storage: torch.UntypedStorage) -> int:

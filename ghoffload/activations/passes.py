@@ -8,20 +8,20 @@ Note [learning]
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ghoffload.activations.blocks import BlockLog, Learning, Stage
+from ghoffload.activations.choose import Peaks
 from ghoffload.activations.spill import Extent, Spill, State
-from ghoffload.activations.usage import Usage
+from ghoffload.activations.usage import usage_of
 from ghoffload.machine.protocol import Stamp
 
 if TYPE_CHECKING:
@@ -33,17 +33,19 @@ CODE_RATIO = 0.5 + 4 / 256
 """Bytes of a half-precision tensor in fp8, with its scales, of those it has."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """Something that could be moved.
+class Candidate(NamedTuple):
+    """Something that could be moved; passes are told apart by these.
 
     Attributes:
         nbytes: of the extent.
-        what: form and operator, for reports and for telling passes apart.
+        operator: as of ``policy.Saved``.
+        dtype, shape: of the tensor.
     """
 
     nbytes: int
-    what: str
+    operator: str
+    dtype: torch.dtype
+    shape: torch.Size
 
 
 @dataclass(frozen=True)
@@ -54,15 +56,17 @@ class Learned:
         candidates: what could be moved, by number.
         order: numbers in the order in which backward asked for them first.
         in_vain: numbers whose storage outlived the forward: moving them freed nothing.
-        at_once: numbers that backward asked for before they had left.
+        moved: numbers that were moved.
+        base: bytes in use when it began.
         saved, served: bytes that were needed from when each was saved, and from when it was asked
-            for, beside what was on its way: usage.py. Empty where there is no budget.
+            for, beside what was on its way: usage.py. Empty where the machine has no statistics.
     """
 
     candidates: Sequence[Candidate]
     order: Sequence[int]
     in_vain: frozenset[int]
-    at_once: frozenset[int]
+    moved: frozenset[int]
+    base: int
     saved: Mapping[int, int]
     served: Mapping[int, int]
 
@@ -80,8 +84,9 @@ class Pass:
         moved_bytes, link_bytes: of its spills, in HBM and on the way to the host.
         reloaded_bytes: on the way back.
         window_bytes, ahead_bytes: what is not more, where there is no budget.
-        room_back: bytes that may be on their way now, in backward; ``None``: no budget.
-        at_once, in_vain: as of ``Learned``, so far.
+        usage: told when a hook begins and ends; a learning pass reads between them what is in use.
+        room_back: bytes that may be on their way now, in backward; ``None``: not known.
+        in_vain: as of ``Learned``, so far.
     """
 
     def __init__(
@@ -104,17 +109,16 @@ class Pass:
         self.moved_bytes = self.link_bytes = self.reloaded_bytes = 0
         self.window_bytes, self.ahead_bytes = options.window_bytes, options.ahead_bytes
         self.room_back: int | None = None
-        self.at_once: set[int] = set()
         self.in_vain: set[int] = set()
         self._order: dict[int, None] = {}
         self._staying: dict[int, tuple[StorageWeakRef, Extent]] = {}
         self._spills: dict[int, weakref.ref[Spill]] = {}
         self._ended = self._finished = self._over = self._in_backward = False
         self._ahead: deque[int] | None = None
-        learns = budget is not None and expected is None and log is None
-        self._usage = Usage(mover) if learns else None
+        learns = expected is None and log is None
+        self.usage = usage_of(mover) if learns else None
         self._times = log if log is not None and log.stage is Stage.TIMES else None
-        self._forward_peak = 0
+        self._peaks: list[int] = []
         if self._times is not None:
             mover.machine.reset_peak()
             self._stamp(self._times.forward)
@@ -128,20 +132,9 @@ class Pass:
         ):
             self.expected = self.plan = None
         self.candidates.append(candidate)
-        if self._usage is not None:
-            self._usage.save(index)
+        if self.usage is not None:
+            self.usage.save(index)
         return index
-
-    @contextlib.contextmanager
-    def hook(self) -> Iterator[None]:
-        """Around each hook: a learning pass reads between them what is in use."""
-        usage = self._usage
-        if usage is None:
-            yield
-            return
-        usage.pause()
-        yield
-        usage.resume()
 
     def room(self, index: int) -> int:
         """Bytes that may be leaving once a number has been saved."""
@@ -174,8 +167,10 @@ class Pass:
             self._order[index] = None
             if self.plan is not None:
                 self.room_back = self.plan.room_back.get(index, self.room_back)
-            if self._usage is not None:
-                self._usage.serve(index)
+            if self.usage is not None:
+                self.usage.serve(index)
+            if self._times is not None and len(self._peaks) == 1 and self._times.within[index] >= 0:
+                self._peak()
 
     def in_backward(self) -> None:
         """Something is asked for: by a backward, or by someone who looks at a node's tensors."""
@@ -188,8 +183,7 @@ class Pass:
         self._in_backward = True
         if self._times is not None and not self._times.backward:
             self._stamp(self._times.backward)
-            self._forward_peak = self.mover.machine.memory_peak()
-            self.mover.machine.reset_peak()
+            self._peak()
 
     def _after_backward(self) -> None:
         self._in_backward = False
@@ -197,8 +191,8 @@ class Pass:
             del self._times.backward[1:]
             self._stamp(self._times.backward)
         with self.mover.exclusive():
-            if self._usage is not None:
-                self._usage.pause()
+            if self.usage is not None:
+                self.usage.pause()
             if not self.handles or len(self._order) == len(self.candidates):
                 self._learn()
 
@@ -216,6 +210,11 @@ class Pass:
         if not self.handles and not self._in_backward:
             self._learn()
 
+    def _peak(self) -> None:
+        """Note the peak since this was last done."""
+        self._peaks.append(self.mover.machine.memory_peak())
+        self.mover.machine.reset_peak()
+
     def _stamp(self, into: list[Stamp]) -> None:
         machine = self.mover.machine
         into.append(machine.stamp(machine.current_stream()))
@@ -229,14 +228,15 @@ class Pass:
             self._learn_blocks(self.log)
         # A pass by plan has nothing to tell: of what it kept it knows nothing new.
         elif self._spills and self._spills.keys() <= self._order.keys() and self.plan is None:
-            usage = self._usage
+            usage = self.usage
             self.mover.learn(
                 self.options,
                 Learned(
                     candidates=self.candidates,
                     order=list(self._order),
                     in_vain=frozenset(self.in_vain),
-                    at_once=frozenset(self.at_once),
+                    moved=frozenset(self._spills),
+                    base=0 if usage is None else usage.base,
                     saved={} if usage is None else usage.saved,
                     served={} if usage is None else usage.served,
                 ),
@@ -244,9 +244,11 @@ class Pass:
 
     def _learn_blocks(self, log: BlockLog) -> None:
         assert self._learning is not None
+        last = self.mover.machine.memory_peak()
+        forward, loss = [*self._peaks, last, last][:2]
         self._learning.end(
             log,
-            peaks=(self._forward_peak, self.mover.machine.memory_peak()),
+            peaks=Peaks(forward, loss, last),
             budget=self.budget,
             rates=self.mover.rates(),
             code_ratio=CODE_RATIO if self.options.compress else 0.0,

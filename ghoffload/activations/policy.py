@@ -6,6 +6,10 @@ Note [budget]
     From the last saved to the first, as they are needed soonest, tensors are kept as long as no sum
     is beyond the budget; so no more is moved than that needs. What may be leaving at once is the
     room that is left at that moment: a lot early in forward, little at its end.
+
+    Without a budget it is the peak with everything moved: at that moment nothing may be on its way,
+    and the streams wait for each other. Where much of what moves would do so at such a moment, as
+    in a model whose layers are all alike, the window is added to it.
 """
 
 from __future__ import annotations
@@ -16,8 +20,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ghoffload.activations.passes import Learned
+
+NARROW = 0.05
+"""Of the bytes that move: what may do so without room beside it."""
 
 
 class Decision(enum.Enum):
@@ -62,7 +70,7 @@ class Options:
         policy: decides for each tensor; ``None``: what the others say.
         compress: ``"fp8"`` codes half-precision tensors on their way; ``None`` moves bits.
         min_offload_bytes: smaller tensors stay.
-        window_bytes: that may be leaving at once, where there is no budget.
+        window_bytes: that may be leaving at once, where there is no budget: at most.
         ahead_bytes: that are reloaded before backward asks for them.
     """
 
@@ -93,61 +101,60 @@ class Plan:
 
 
 def plan_for(options: Options, learned: Learned, budget: int | None) -> Plan:
-    """What to do in a pass like the learned one."""
+    """What to do in a pass like the learned one; ``budget``: ``None`` for the least."""
     kept = dict.fromkeys(learned.in_vain, "in vain")
-    if budget is None:
-        at_end = 0
-        for index in learned.order:
-            nbytes = learned.candidates[index].nbytes
-            if index not in learned.at_once or at_end + nbytes > options.window_bytes // 2:
-                continue
-            at_end += nbytes
-            kept.setdefault(index, "needed at once")
-        return Plan(kept, _window_less(kept, learned, options.window_bytes), {})
-    return _within(options, learned, budget, kept)
-
-
-def _window_less(kept: Mapping[int, str], learned: Learned, window: int) -> dict[int, int]:
-    """The window, less what stays at the end of the forward: the peak is the same."""
-    room = {}
-    for index, candidate in enumerate(learned.candidates):
-        window -= candidate.nbytes if kept.get(index) == "needed at once" else 0
-        room[index] = window
-    return room
-
-
-def _within(options: Options, learned: Learned, budget: int, kept: dict[int, str]) -> Plan:
-    """Note [budget]."""
+    if not learned.saved:  # the machine has no statistics
+        return Plan(kept, {}, {})
     count = len(learned.candidates)
-    sizes = [candidate.nbytes for candidate in learned.candidates]
-    position = {index: count + at for at, index in enumerate(learned.order)}
     in_use = np.array(
         [learned.saved[index] for index in range(count)]
         + [learned.served[index] for index in learned.order],
         dtype=np.int64,
     )
-    spare = budget - int(in_use.max(initial=0))
-    if spare < 0:
-        warnings.warn(
-            f"budget_bytes expects {budget - spare:,} or more for this model: so much is in HBM "
-            f"with everything moved that can be; got {budget:,}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
     # What is on its way needs room: as much as hides the link, where the budget has it.
-    under_way = max(min(max(options.window_bytes, options.ahead_bytes), spare // 2), 0)
+    if budget is None:
+        budget = _least(options, learned, in_use)
+        most, under_way, why = options.window_bytes, 0, "no peak"
+    else:
+        spare = budget - int(in_use.max(initial=0))
+        if spare < 0:
+            warnings.warn(
+                f"budget_bytes expects {budget - spare:,} or more for this model: so much is in "
+                f"HBM with everything moved that can be; got {budget:,}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        most, why = budget, "within the budget"
+        under_way = max(min(max(options.window_bytes, options.ahead_bytes), spare // 2), 0)
+    position = {index: count + at for at, index in enumerate(learned.order)}
     for index in reversed(range(count)):
-        if index in kept:
+        if index in kept or index not in learned.moved:
             continue
         between = in_use[index + 1 : position.get(index, len(in_use))]
-        if int(between.max(initial=0)) + sizes[index] + under_way <= budget:
-            between += sizes[index]
-            kept[index] = "within the budget"
-    room = np.maximum(budget - in_use, 0).tolist()
+        nbytes = learned.candidates[index].nbytes
+        if int(between.max(initial=0)) + nbytes + under_way <= budget:
+            between += nbytes
+            kept[index] = why
+    room = np.clip(budget - in_use, 0, most).tolist()
     # What still leaves at the end of the forward is there when the backward begins.
     room[count - 1] = min(room[count - 1 : count + 1])
     back = {index: room[at] for index, at in position.items()}
     return Plan(kept, dict(enumerate(room[:count])), back)
+
+
+def _least(options: Options, learned: Learned, in_use: NDArray[np.int64]) -> int:
+    """The lowest peak that leaves the link room to be hidden: Note [budget]."""
+    peak = int(in_use.max(initial=0))
+    size = {index: learned.candidates[index].nbytes for index in learned.moved}
+    beside = min(options.window_bytes, options.ahead_bytes)
+    enough = min(beside, max(size.values(), default=0))
+    orders = (list(range(len(learned.candidates))), learned.order)
+    needs = np.split(in_use, [len(learned.candidates)])
+    for order, need in zip(orders, needs, strict=True):
+        narrow = np.flatnonzero(need > peak - enough).tolist()
+        if sum(size.get(order[at], 0) for at in narrow) > NARROW * sum(size.values()):
+            return peak + beside
+    return peak
 
 
 def decided(answer: object, saved: Saved) -> Decision:

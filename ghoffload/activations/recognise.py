@@ -14,6 +14,7 @@ Note [parameters]
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -84,25 +85,30 @@ class Recogniser:
         return "small" if nbytes < self._min_bytes else None
 
     def _known(self, tensor: Tensor, storage: int) -> str | None:
+        if (found := self._storages.get(storage)) is not None:
+            return found[1]
         base = tensor._base if tensor._is_view() else None
         for one in (tensor, base):
             if one is None:
                 continue
-            if isinstance(one, nn.Parameter) or (one.is_leaf and one.requires_grad):
+            own = type(one) is not Tensor and isinstance(one, nn.Parameter)
+            if own or (one.is_leaf and one.requires_grad):
                 self._remember(one, "parameter")
                 return "parameter"
         node = tensor.grad_fn
         if node is None and self._signs and self._changed():
             assert self._model is not None
             self._read(self._model)
-        if (found := self._storages.get(storage)) is not None:
-            return found[1]
+            if (found := self._storages.get(storage)) is not None:
+                return found[1]
         for _ in range(_FAR):
             if node is None:
                 break
-            if (variable := getattr(node, "variable", None)) is not None:
-                return "parameter" if variable.is_leaf else None
-            if node.name().rstrip("0123456789") not in _SAME:
+            same = _same(node.name())
+            if same is None:
+                variable = getattr(node, "variable", None)
+                return "parameter" if variable is not None and variable.is_leaf else None
+            if not same:
                 return None
             node = node.next_functions[0][0]
         return self._cast_of_frozen(tensor, base)
@@ -150,6 +156,14 @@ class Recogniser:
             self._storages = {k: v for k, v in self._storages.items() if not v[0].expired()}
             self._most = max(_KNOWN, 2 * len(self._storages))
         self._storages[at] = (StorageWeakRef(tensor.untyped_storage()), what)
+
+
+@lru_cache(None)
+def _same(name: str) -> bool | None:
+    """Of a node: whether its output has its input's numbers; ``None``: it accumulates a leaf's."""
+    if "AccumulateGrad" in name:
+        return None
+    return name.rstrip("0123456789") in _SAME
 
 
 def _storage_of(tensor: Tensor | None) -> int | None:

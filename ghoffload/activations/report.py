@@ -18,7 +18,7 @@ REASONS = {
     "device": "on another device",
     "layout": "sparse, conjugated or without memory of their own",
     "in vain": "held by something else, so moving them freed nothing",
-    "needed at once": "asked for as soon as backward began",
+    "no peak": "as the peak is the same with it",
     "within the budget": "for which the budget has room",
     "chosen": "as chosen for their block",
     "as asked": "as policy or fraction say",

@@ -4,8 +4,12 @@ Note [readers]
     A block is given back while a copy may still read it. So it comes back with the event of its
     last reader, and whoever takes some of its bytes next gets the events of all who had them, to
     wait for in stream order. Nobody waits on the host.
-    What a taker is told of, its slab forgets for those bytes: they are the taker's until it gives
+    What a taker of free bytes is told of, its slab forgets for those bytes: they are the taker's until it gives
     them back. So free bytes have one entry each, and there are no more entries than ranges.
+
+Note [idle]
+    A step takes the sizes of the step before. So a block that is given back waits for the next of
+    exactly its size, and goes back to its slab where one of a size that none has is asked for.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_left, bisect_right
+from collections import deque
 from dataclasses import dataclass, field
 
 import torch
@@ -48,6 +53,11 @@ class Block:
     free_after: Event | None = None
     given: bool = False
 
+    @property
+    def readers(self) -> tuple[Event, ...]:
+        """What may read them still once it is given back."""
+        return self.after if self.free_after is None else (self.free_after,)
+
 
 @dataclass(frozen=True, slots=True)
 class _Readers:
@@ -81,22 +91,16 @@ class _Slab:
         return Block(memory, nbytes, tuple(after), self, start)
 
     def give(self, block: Block) -> None:
-        if block.given:
-            raise AssertionError(
-                f"internal error: {block.nbytes:,} bytes at {block.start:,} are given back twice"
-            )
         self.extents.give(block.start, block.nbytes)
-        block.given = True
-        events = block.after if block.free_after is None else (block.free_after,)
-        if events:
+        if block.readers:
             end = block.start + self.extents.rounded(block.nbytes)
             at = bisect_left(self.readers, block.start, key=lambda reader: reader.start)
-            self.readers.insert(at, _Readers(block.start, end, events))
+            self.readers.insert(at, _Readers(block.start, end, block.readers))
 
 
 @dataclass(eq=False)
 class Slabs:
-    """Host memory in slabs; a block takes the tightest free range, of whatever size.
+    """Host memory in slabs; a new block takes the tightest free range, of whatever size.
 
     Args:
         machine: that pins it and copies to and from it.
@@ -117,6 +121,7 @@ class Slabs:
     peak_bytes: int = 0
     allocations: int = 0
     _slabs: list[_Slab] = field(default_factory=list)
+    _idle: dict[int, deque[Block]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _process: int = field(default_factory=os.getpid)
 
@@ -132,11 +137,12 @@ class Slabs:
             torch.OutOfMemoryError: the host or the limit has no room; nothing was taken.
         """
         with self._lock:
-            block = self._fit(nbytes)
-            if block is None:
-                self._grow(nbytes)
-                block = self._fit(nbytes)
-            assert block is not None, "a new slab has room"
+            same = self._idle.get(nbytes)
+            if same:
+                idle = same.popleft()
+                block = Block(idle.memory, nbytes, idle.readers, idle.slab, idle.start)
+            else:
+                block = self._carved(nbytes)
             self.used_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
             return block
@@ -144,7 +150,13 @@ class Slabs:
     def give(self, block: Block) -> None:
         """Give a block back; see ``Block.free_after``."""
         with self._lock:
-            block.slab.give(block)
+            if block.given:
+                raise AssertionError(
+                    f"internal error: {block.nbytes:,} bytes at {block.start:,} are given back "
+                    "twice"
+                )
+            block.given = True
+            self._idle.setdefault(block.nbytes, deque()).append(block)
             self.used_bytes -= block.nbytes
 
     def trim(self) -> None:
@@ -161,8 +173,26 @@ class Slabs:
             for slab in self._slabs:
                 slab.arena.close()
             self._slabs.clear()
+            self._idle.clear()
+
+    def _carved(self, nbytes: int) -> Block:
+        self._settle()
+        block = self._fit(nbytes)
+        if block is None:
+            self._grow(nbytes)
+            block = self._fit(nbytes)
+        assert block is not None, "a new slab has room"
+        return block
+
+    def _settle(self) -> None:
+        """No block is idle: all free bytes are their slabs'."""
+        for same in self._idle.values():
+            for block in same:
+                block.slab.give(block)
+        self._idle.clear()
 
     def _trim(self) -> None:
+        self._settle()
         whole = [slab for slab in self._slabs if slab.extents.whole]
         if whole:
             self.machine.synchronize_all()

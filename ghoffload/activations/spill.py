@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -195,7 +196,7 @@ class Moved(Handle):
     def __init__(self, tensor: Tensor, home: Pass, spill: Spill) -> None:
         super().__init__(tensor, home)
         if self._probe is not None:
-            self._probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            self._probe.data = _nothing(tensor.dtype, tensor.device)
         start = tensor.storage_offset() * tensor.element_size() - spill.extent.start
         strides: tuple[int, ...] = tensor.stride()
         self._geometry = (tensor.dtype, tuple(tensor.shape), strides, start)
@@ -225,6 +226,11 @@ class Moved(Handle):
 
     def __del__(self) -> None:
         self.home.mover.forget(self.home, self.spill, served=self.served)
+
+
+@lru_cache(None)
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def version_of(tensor: Tensor) -> int | None:

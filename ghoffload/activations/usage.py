@@ -14,15 +14,44 @@ if TYPE_CHECKING:
     from ghoffload.activations.mover import Mover
 
 
+def usage_of(mover: Mover) -> Usage | None:
+    """Readings of a pass that begins; ``None`` where the machine has no statistics.
+
+    torch has none of an allocator that was plugged in.
+    """
+    try:
+        mover.machine.reset_peak()
+    except RuntimeError:
+        return None
+    return Usage(mover)
+
+
+def budget_left(budget: int, grown: int, before: int | None) -> int:
+    """A budget for a program that was learned when ``grown`` fewer bytes were in use.
+
+    Args:
+        budget: bytes in HBM.
+        grown: bytes that are in use at the beginning of a forward, beyond those when it was learned
+            (an optimizer that has its state since, say).
+        before: what this gave last; it holds where it is nearly as much.
+    """
+    left = budget - grown
+    if before is not None and before <= left < before + max(budget // 64, 1):
+        return before
+    return left
+
+
 class Usage:
     """Readings of one pass.
 
     Attributes:
+        base: bytes in use when it began, beside what was on its way.
         saved: bytes needed from when a number was saved to the next hook that notes anything.
         served: the same from when it was asked for.
     """
 
     def __init__(self, mover: Mover) -> None:
+        self.base = mover.in_use()
         self.saved: dict[int, int] = {}
         self.served: dict[int, int] = {}
         self._mover = mover

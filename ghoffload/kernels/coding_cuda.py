@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from ghoffload.kernels import cuda
@@ -35,7 +32,7 @@ def stochastic_cast(
     source: Tensor, destination: Tensor, offset: int, key: np.uint32, stream: int
 ) -> None:
     """Queue stochastic_cast for whole tensors, checked before."""
-    numbers = np.array([offset], dtype=np.uint64), np.array([key], dtype=np.uint32)
+    numbers = offset, int(key)
     vector = source.data_ptr() % 16 == 0 and destination.data_ptr() % 8 == 0
     _launch("stochastic_cast", (source, destination), source.numel(), numbers, vector, stream)
 
@@ -51,24 +48,19 @@ def _launch(
     kernel: str,
     arguments: tuple[Tensor, ...],
     elements: int,
-    numbers: tuple[npt.NDArray[Any], ...],
+    numbers: tuple[int, ...],
     vector: bool,
     stream: int,
 ) -> None:
     if elements == 0:
         return
-    on_device = [tensor for tensor in arguments if tensor.is_cuda] or [arguments[0]]
-    cuda.launch(
+    on_device = next((tensor for tensor in arguments if tensor.is_cuda), arguments[0])
+    cuda.launch_words(
         "coding",
         kernel,
-        cuda.device_index(on_device[0]),
+        cuda.device_index(on_device),
         blocks=-(-elements // _CHUNK),
         threads=_THREADS,
-        parameters=(
-            *(np.array([tensor.data_ptr()], dtype=np.uint64) for tensor in arguments),
-            np.array([elements], dtype=np.int64),
-            *numbers,
-            np.array([vector], dtype=np.uint32),
-        ),
+        words=(*(tensor.data_ptr() for tensor in arguments), elements, *numbers, int(vector)),
         stream=stream,
     )

@@ -5,6 +5,7 @@ Importing needs neither a driver nor cuda-bindings; the first launch does.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
@@ -42,7 +43,7 @@ class Start:
             memory for a block.
     """
 
-    __slots__ = ("_address", "_addresses", "_arguments", "_device", "_kernel", "_loaded", "_memory")
+    __slots__ = ("_address", "_addresses", "_arguments", "_kernel", "_loaded", "_memory")
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class Start:
         self._addresses = np.array([p.ctypes.data for p in parameters], dtype=np.uint64)
         self._address = int(self._addresses.ctypes.data)
         self._arguments = (function, blocks, 1, 1, threads, 1, 1, shared_bytes)
-        self._kernel, self._device = kernel, device
+        self._kernel = kernel
 
     def __call__(self, stream: int) -> None:
         """Queue the kernel on a raw ``CUstream`` handle of its device.
@@ -76,10 +77,7 @@ class Start:
         with loaded.current():
             (status,) = loaded.driver.cuLaunchKernel(*self._arguments, stream, self._address, 0)
         if int(status) != 0:
-            raise RuntimeError(
-                f"launch of {self._kernel} on cuda:{self._device} ({self._arguments[1]} blocks) "
-                f"failed: {_describe(loaded.driver, status)}"
-            )
+            raise loaded.refusal(self._kernel, self._arguments[1], status)
 
 
 def launch(
@@ -103,6 +101,34 @@ def launch(
         parameters=parameters,
         shared_bytes=shared_bytes,
     )(stream)
+
+
+def launch_words(
+    source: str,
+    kernel: str,
+    device: int,
+    *,
+    blocks: int,
+    threads: int,
+    words: Sequence[int],
+    stream: int,
+) -> None:
+    """As ``launch``, of parameters that are integers or addresses of up to 64 bits each.
+
+    Not negative. A kernel reads as many of a word's bytes as its parameter has, the lowest first.
+    """
+    loaded = _loaded_device(device)
+    count = len(words)
+    memory = (ctypes.c_uint64 * count)(*words)
+    first = ctypes.addressof(memory)
+    addresses = (ctypes.c_uint64 * count)(*range(first, first + 8 * count, 8))
+    function = loaded.function(source, kernel)
+    with loaded.current():
+        (status,) = loaded.driver.cuLaunchKernel(
+            *(function, blocks, 1, 1, threads, 1, 1, 0, stream, ctypes.addressof(addresses), 0)
+        )
+    if int(status) != 0:
+        raise loaded.refusal(kernel, blocks, status)
 
 
 def device_index(tensor: Tensor) -> int:
@@ -203,6 +229,13 @@ class _Device:
         which = getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         result = self.driver.cuDeviceGetAttribute(which, self._device)
         return int(self._check(result, f"cuDeviceGetAttribute of {name}"))
+
+    def refusal(self, kernel: str, blocks: int, status: Any) -> RuntimeError:
+        """The error of a launch that the driver refused."""
+        return RuntimeError(
+            f"launch of {kernel} on cuda:{self._index} ({blocks} blocks) failed: "
+            f"{_describe(self.driver, status)}"
+        )
 
     def current(self) -> _Current:
         return _Current(self.driver, self._context)

@@ -129,6 +129,7 @@ class CudaMachine(Machine):
         self.pin_refusal: str | None = None
         self.debug = debug_wanted()
         self._host = HostRanges()
+        self._streams: dict[int, CudaStream] = {}
 
     @classmethod
     def of(cls, device: torch.device | str | int = "cuda") -> CudaMachine:
@@ -177,7 +178,12 @@ class CudaMachine(Machine):
         return int(number) if int(status) == _CAPTURE_ACTIVE else 0
 
     def current_stream(self) -> CudaStream:
-        return CudaStream("compute", torch.cuda.current_stream(self.device))
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        found = self._streams.get(handle)
+        if found is None:
+            found = CudaStream("compute", torch.cuda.current_stream(self.device))
+            self._streams[handle] = found
+        return found
 
     def event(self, name: str) -> CudaEvent:
         return CudaEvent(name)
@@ -346,10 +352,15 @@ class CudaMachine(Machine):
         self._host.remove(address)
 
     def memory_allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.device)
+        return self._allocated("current")
 
     def memory_peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device)
+        return self._allocated("peak")
+
+    def _allocated(self, which: str) -> int:
+        # What torch.cuda.memory_allocated and max_memory_allocated look up, without all the rest.
+        found = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return int(found["allocated_bytes"]["all"][which]) if found else 0
 
     def memory_limit(self) -> int | None:
         free, _ = torch.cuda.mem_get_info(self.device)

@@ -24,6 +24,10 @@ ENVIRONMENT_VARIABLE = "GHOFFLOAD_MACHINE"
 KINDS = ("virtual", "cuda")
 
 
+class WrongDeviceError(ValueError):
+    """A machine was asked for that serves other devices."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     machine: Machine
@@ -95,7 +99,8 @@ def machine_for(device: torch.device, explicit: Machine | str | None = None) -> 
         The machine, or ``None`` where parameters on the CPU simply step on the CPU.
 
     Raises:
-        ValueError: an unknown kind, or a machine that cannot serve this device.
+        ValueError: an unknown kind.
+        WrongDeviceError: a machine that cannot serve this device.
         MachineUnavailableError: the kind cannot be had here, or nothing was asked for and there is
             a GPU that torch cannot use.
     """
@@ -130,7 +135,7 @@ def machine_for(device: torch.device, explicit: Machine | str | None = None) -> 
     what = "the virtual machine" if machine.kind == "virtual" else f"the {machine.kind} machine"
     _require_device(device, machine.device.type, what, source)
     if device.type == "cuda" and _indexed(device) != _indexed(machine.device):
-        raise ValueError(
+        raise WrongDeviceError(
             f"expected parameters on {machine.device} for the machine from {source}, got {device}"
         )
     return machine
@@ -181,7 +186,7 @@ def _indexed(device: torch.device) -> torch.device:
 def _require_device(device: torch.device, expected: str, what: str, source: str) -> None:
     if device.type != expected:
         where = "the CPU" if expected == "cpu" else "a CUDA device"
-        raise ValueError(
+        raise WrongDeviceError(
             f"{what} (from {source}) expects parameters on {where}, got parameters on {device}"
         )
 

@@ -26,6 +26,9 @@ def chunked(pairs: Pairs) -> list[tuple[Tensor, Tensor]]:
     """Cut pairs of equally long 1-D tensors into pairs of at most ``CHUNK_BYTES`` each."""
     chunks: list[tuple[Tensor, Tensor]] = []
     for first, second in pairs:
+        if first.nbytes <= CHUNK_BYTES:
+            chunks.append((first, second))
+            continue
         count = max(CHUNK_BYTES // first.element_size(), 1)
         chunks += [
             (first[start : start + count], second[start : start + count])
