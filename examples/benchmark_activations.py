@@ -67,7 +67,7 @@ from torch import Tensor
 
 from ghoffload.memory import available_host_bytes
 
-WARM_UP = 3  # steps: offload_activations learns in one, with blocks in two
+WARM_UP = 4  # steps: offload_activations learns in one, with blocks in three
 HOST_SHARE = 0.8  # of what is available on the host: beyond it other programs may be killed
 
 

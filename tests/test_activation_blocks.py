@@ -132,13 +132,12 @@ def test_it_is_never_slower_than_plain_ways_that_fit(costs: Costs, budget: int) 
     if max(costs.peaks) <= budget:  # plain checkpointing fits
         assert choice.fits
         assert choice.seconds <= 1.02 * (compute + again) + 1e-12
-    kept = max(costs.peaks) + sum(
-        block.nbytes - block.input_bytes for block in costs.blocks
-    )
+    kept = max(costs.peaks) + sum(block.nbytes - block.input_bytes for block in costs.blocks)
     if kept <= budget:
         assert choice.seconds <= 1.02 * compute + 1e-12
     assert choice.seconds >= compute - 1e-12
-    assert choice.fits == (choice.peak <= budget * (1 + ROUNDING))
+    plain = set(choice.modes) == {Mode.RECOMPUTE} and not choice.move_inputs
+    assert choice.fits == (choice.peak <= budget + (ROUNDING * choice.peak if plain else 0))
 
 
 def run(context: Any, steps: int = 5, batch: Any = lambda step: 2) -> list[Tensor]:
@@ -246,11 +245,25 @@ def test_a_larger_batch_begins_anew_and_a_smaller_one_does_not() -> None:
             stages.append([learning.stage for learning in mover_of(machine).blocks.values()])
             return options(blocks, budget_bytes=1 << 29)
 
-        run(context, steps=8, batch=lambda step: (2, 2, 2, 1, 4, 4, 4, 4)[step])
+        run(context, steps=10, batch=lambda step: (2, 2, 2, 2, 1, 4, 4, 4, 4, 4)[step])
         assert [stage[0] for stage in stages[1:]] == [
-            *(Stage.TIMES, Stage.CHOSEN, Stage.CHOSEN, Stage.CHOSEN),
-            *(Stage.SAVED, Stage.TIMES, Stage.CHOSEN),
+            *(Stage.TIMES, Stage.TIMES, Stage.CHOSEN, Stage.CHOSEN, Stage.CHOSEN),
+            *(Stage.SAVED, Stage.TIMES, Stage.TIMES, Stage.CHOSEN),
         ]
+
+
+def test_what_takes_long_the_first_time_is_not_what_counts() -> None:
+    slow = dataclasses.replace(
+        LLAMA,
+        blocks=[dataclasses.replace(LLAMA.blocks[0], seconds=6.5), *LLAMA.blocks[1:]],
+        forward=6.6,
+        peaks=Peaks(6 * GB, GB, GB),
+    )
+    both = slow.least(LLAMA)
+    assert both == dataclasses.replace(
+        LLAMA, peaks=Peaks(6 * GB, LLAMA.peaks.loss, LLAMA.peaks.blocks)
+    )
+    assert LLAMA.least(slow) == dataclasses.replace(both, blocks=LLAMA.blocks)
 
 
 def test_forwards_are_as_before_afterwards() -> None:

@@ -1,12 +1,12 @@
 """Blocks of a model that are kept, offloaded or recomputed as a whole, and what is learned of them.
 
 Note [three passes]
-    The first forward offloads everything and notes what each block saves. The second recomputes
-    every block (``torch.utils.checkpoint``) and notes how long each block's forward takes, how long
-    the backward, and the peaks: of the forward, of the backward before it comes to the blocks, and
-    after that. From then on each block has the mode that makes the step
-    shortest within the budget: choose.py. A forward that saves more than was expected begins anew;
-    one that saves less keeps the modes.
+    The first forward offloads everything and notes what each block saves. Two more recompute every
+    block (``torch.utils.checkpoint``) and note how long each block's forward takes, how long the
+    backward, and the peaks: of the forward, of the backward before it comes to the blocks, and
+    after that. The shorter times count, as the first time that something runs it takes longer.
+    From then on each block has the mode that makes the step shortest within the budget: choose.py.
+    A forward that saves more than was expected begins anew; one that saves less keeps the modes.
 """
 
 from __future__ import annotations
@@ -139,10 +139,15 @@ class Learning:
             self._saved, self.stage = log.saved, Stage.TIMES
             return
         if self.stage is Stage.TIMES:
-            self._costs = self._costs_of(log, peaks, rates, code_ratio, under_way)
-            if self._costs is not None:
-                self._inputs, self._left = log.saved, budget
-                self.choice, self.stage = choose(self._costs, budget), Stage.CHOSEN
+            found = self._costs_of(log, peaks, rates, code_ratio, under_way)
+            if found is None:
+                return
+            if self._costs is None:
+                self._costs = found
+                return
+            self._costs = self._costs.least(found)
+            self._inputs, self._left = log.saved, budget
+            self.choice, self.stage = choose(self._costs, budget), Stage.CHOSEN
             return
         for block, nbytes in log.saved.items():
             inputs = block >= 0 and log.mode(block) is Mode.RECOMPUTE

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 AT_LEAST = 0.02
@@ -82,6 +82,20 @@ class Costs:
     code_ratio: float
     under_way: int
 
+    def least(self, other: Costs) -> Costs:
+        """The shorter times and the higher peaks of two passes; the rest is the other's."""
+        blocks = [
+            replace(b, seconds=min(a.seconds, b.seconds))
+            for a, b in zip(self.blocks, other.blocks, strict=True)
+        ]
+        return replace(
+            other,
+            blocks=blocks,
+            forward=min(self.forward, other.forward),
+            backward=min(self.backward, other.backward),
+            peaks=Peaks(*map(max, self.peaks, other.peaks)),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -109,32 +123,25 @@ class Choice:
 def choose(costs: Costs, budget: int | None) -> Choice:
     """The modes that make the step shortest within a budget; with none, in any memory.
 
-    Where nothing fits, what needs least.
+    Of those that are as short as that within ``AT_LEAST`` it is what moves the fewest bytes. Where
+    nothing fits, what needs least.
     """
-    best: Choice | None = None
     count = len(costs.blocks)
     moving = [Mode.OFFLOAD] + ([Mode.FP8] if costs.code_ratio else [])
-    for kept, move_inputs, mode in itertools.product(range(count + 1), (False, True), moving):
-        for moved in range(count - kept + 1):
-            if mode is Mode.FP8 and moved == 0:
-                continue
-            found = _predicted(costs, budget, kept, moved, mode, move_inputs=move_inputs)
-            if best is None or _better(found, best):
-                best = found
-    assert best is not None
-    return best
-
-
-def _better(one: Choice, other: Choice) -> bool:
-    if one.fits != other.fits:
-        return one.fits
-    if not one.fits:
-        return (one.peak, one.seconds) < (other.peak, other.seconds)
-    gain = other.seconds - one.seconds
-    if abs(gain) > AT_LEAST * other.seconds:
-        return gain > 0
-    # As good as equal: fewer bytes over the link, then the shorter.
-    return (one.moved, one.seconds) < (other.moved, other.seconds)
+    found = [
+        _predicted(costs, budget, kept, moved, mode, move_inputs=move_inputs)
+        for kept, move_inputs, mode in itertools.product(range(count + 1), (False, True), moving)
+        for moved in range(count - kept + 1)
+        if moved or mode is Mode.OFFLOAD
+    ]
+    fitting = [choice for choice in found if choice.fits]
+    if not fitting:
+        return min(found, key=lambda choice: (choice.peak, choice.seconds))
+    enough = min(choice.seconds for choice in fitting) * (1 + AT_LEAST)
+    return min(
+        (choice for choice in fitting if choice.seconds <= enough),
+        key=lambda choice: (choice.moved, choice.seconds),
+    )
 
 
 def _predicted(
@@ -166,6 +173,8 @@ def _predicted(
         peaks.blocks + held - one_less,
         peaks.blocks + min(held, 0),  # when those that were kept are done
     )
+    # Every block recomputed is what was measured, and the budget may be what another measured.
+    rounding = ROUNDING * peak if not (kept or any(out)) else 0
     return Choice(
         modes=tuple(modes),
         move_inputs=move_inputs,
@@ -173,7 +182,7 @@ def _predicted(
         peak=peak,
         moved=round(sum(out)),
         under_way=under_way,
-        fits=budget is None or peak <= budget * (1 + ROUNDING),
+        fits=budget is None or peak <= budget + rounding,
     )
 
 

@@ -45,7 +45,7 @@ class offload_activations(contextlib.ContextDecorator):
             given.
         blocks: modules (``model.layers``) each of which is kept, offloaded or recomputed as a
             whole, whatever makes the step shortest within the budget; with ``compress`` offloaded
-            in fp8, too. It owns their checkpointing: do not checkpoint them yourself. Two passes
+            in fp8, too. It owns their checkpointing: do not checkpoint them yourself. Three passes
             are for learning, and reset torch's peak memory statistics: blocks.py has how.
         compress: ``"fp8"`` moves half-precision tensors in half their bytes (e4m3 with a scale for
             each 128 elements: ``kernels/coding.py`` has the error bounds), and is not exact.

@@ -132,6 +132,8 @@ class Pass:
         ):
             self.expected = self.plan = None
         self.candidates.append(candidate)
+        if self.plan is not None:
+            self.room_back = self.plan.room.get(index)  # until backward asks for a number
         if self.usage is not None:
             self.usage.save(index)
         return index

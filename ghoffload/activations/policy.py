@@ -102,59 +102,74 @@ class Plan:
 
 def plan_for(options: Options, learned: Learned, budget: int | None) -> Plan:
     """What to do in a pass like the learned one; ``budget``: ``None`` for the least."""
-    kept = dict.fromkeys(learned.in_vain, "in vain")
     if not learned.saved:  # the machine has no statistics
-        return Plan(kept, {}, {})
+        return Plan(dict.fromkeys(learned.in_vain, "in vain"), {}, {})
     count = len(learned.candidates)
-    in_use = np.array(
+    needed = np.array(
         [learned.saved[index] for index in range(count)]
         + [learned.served[index] for index in learned.order],
         dtype=np.int64,
     )
-    # What is on its way needs room: as much as hides the link, where the budget has it.
+    peak = int(needed.max(initial=0))
     if budget is None:
-        budget = _least(options, learned, in_use)
-        most, under_way, why = options.window_bytes, 0, "no peak"
+        beside, most = min(options.window_bytes, options.ahead_bytes), options.window_bytes
+        kept, in_use = _kept(learned, needed, peak, "no peak")
+        if beside and _narrow(learned, kept, peak - in_use, beside):
+            budget = peak + beside
+            kept, in_use = _kept(learned, needed, budget, "no peak")
+        else:
+            budget = peak
     else:
-        spare = budget - int(in_use.max(initial=0))
-        if spare < 0:
+        most = budget
+        if peak > budget:
             warnings.warn(
-                f"budget_bytes expects {budget - spare:,} or more for this model: so much is in "
-                f"HBM with everything moved that can be; got {budget:,}",
+                f"budget_bytes expects {peak:,} or more for this model: so much is in HBM with "
+                f"everything moved that can be; got {budget:,}",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        most, why = budget, "within the budget"
-        under_way = max(min(max(options.window_bytes, options.ahead_bytes), spare // 2), 0)
+        # What is on its way needs room: as much as hides the link, where the budget has it.
+        beside = min(max(options.window_bytes, options.ahead_bytes), (budget - peak) // 2)
+        kept, in_use = _kept(learned, needed, budget - max(beside, 0), "within the budget")
+    room = np.clip(budget - in_use, 0, most).tolist()
+    # What still leaves at the end of the forward is there when the backward begins.
+    room[count - 1] = min(room[count - 1 : count + 1])
+    back = {index: room[count + at] for at, index in enumerate(learned.order)}
+    return Plan(kept, dict(enumerate(room[:count])), back)
+
+
+def _kept(
+    learned: Learned, needed: NDArray[np.int64], budget: int, why: str
+) -> tuple[dict[int, str], NDArray[np.int64]]:
+    """What is kept within a budget, and what is then in use: Note [budget]."""
+    kept = dict.fromkeys(learned.in_vain, "in vain")
+    in_use = needed.copy()
+    count = len(learned.candidates)
     position = {index: count + at for at, index in enumerate(learned.order)}
     for index in reversed(range(count)):
         if index in kept or index not in learned.moved:
             continue
         between = in_use[index + 1 : position.get(index, len(in_use))]
         nbytes = learned.candidates[index].nbytes
-        if int(between.max(initial=0)) + nbytes + under_way <= budget:
+        if int(between.max(initial=0)) + nbytes <= budget:
             between += nbytes
             kept[index] = why
-    room = np.clip(budget - in_use, 0, most).tolist()
-    # What still leaves at the end of the forward is there when the backward begins.
-    room[count - 1] = min(room[count - 1 : count + 1])
-    back = {index: room[at] for index, at in position.items()}
-    return Plan(kept, dict(enumerate(room[:count])), back)
+    return kept, in_use
 
 
-def _least(options: Options, learned: Learned, in_use: NDArray[np.int64]) -> int:
-    """The lowest peak that leaves the link room to be hidden: Note [budget]."""
-    peak = int(in_use.max(initial=0))
-    size = {index: learned.candidates[index].nbytes for index in learned.moved}
-    beside = min(options.window_bytes, options.ahead_bytes)
+def _narrow(
+    learned: Learned, kept: Mapping[int, str], room: NDArray[np.int64], beside: int
+) -> bool:
+    """Whether much of what moves would do so without room for it, one way or the other."""
+    size = {index: learned.candidates[index].nbytes for index in learned.moved if index not in kept}
     enough = min(beside, max(size.values(), default=0))
-    orders = (list(range(len(learned.candidates))), learned.order)
-    needs = np.split(in_use, [len(learned.candidates)])
-    for order, need in zip(orders, needs, strict=True):
-        narrow = np.flatnonzero(need > peak - enough).tolist()
-        if sum(size.get(order[at], 0) for at in narrow) > NARROW * sum(size.values()):
-            return peak + beside
-    return peak
+    count = len(learned.candidates)
+    for order, at in ((range(count), room[:count]), (learned.order, room[count:])):
+        rooms = zip(order, at.tolist(), strict=True)
+        narrow = sum(size.get(index, 0) for index, here in rooms if here < enough)
+        if narrow > NARROW * sum(size.values()):
+            return True
+    return False
 
 
 def decided(answer: object, saved: Saved) -> Decision:

@@ -4,8 +4,9 @@ Note [readers]
     A block is given back while a copy may still read it. So it comes back with the event of its
     last reader, and whoever takes some of its bytes next gets the events of all who had them, to
     wait for in stream order. Nobody waits on the host.
-    What a taker of free bytes is told of, its slab forgets for those bytes: they are the taker's until it gives
-    them back. So free bytes have one entry each, and there are no more entries than ranges.
+    What a taker of free bytes is told of, its slab forgets for those bytes: they are the taker's
+    until it gives them back. So free bytes have one entry each, and there are no more entries than
+    ranges.
 
 Note [idle]
     A step takes the sizes of the step before. So a block that is given back waits for the next of
