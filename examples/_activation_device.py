@@ -69,8 +69,8 @@ def deterministic() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # operators that have no such algorithm
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True)  # attention's is not, where it should only warn
         torch.utils.deterministic.fill_uninitialized_memory = False
         try:
             with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):

@@ -175,13 +175,11 @@ class Learning:
             )
             for block in range(count)
         ]
-        again = sum(block.seconds for block in blocks)
-        forward = log.forward[0].seconds_to(log.forward[1])
         total = sum(block.nbytes for block in blocks)
         return Costs(
             blocks=blocks,
-            forward=forward,
-            backward=max(log.backward[0].seconds_to(log.backward[1]) - again, forward),
+            forward=log.forward[0].seconds_to(log.forward[1]),
+            backward=log.backward[0].seconds_to(log.backward[1]),
             peaks=peaks,
             d2h=rates[0],
             h2d=rates[1],

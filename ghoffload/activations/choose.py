@@ -66,7 +66,7 @@ class Costs:
 
     Attributes:
         blocks: in the order of the forward.
-        forward, backward: seconds of both with every block recomputed, without the recomputation.
+        forward, backward: seconds of both with every block recomputed.
         peaks: in HBM, then.
         d2h, h2d: bytes a second of the link.
         code_ratio: bytes of a tensor that is coded, of those of one that is not; 0 where none is.
@@ -81,6 +81,11 @@ class Costs:
     h2d: float
     code_ratio: float
     under_way: int
+
+    @property
+    def own_backward(self) -> float:
+        """Seconds of the backward without recomputation: not less than the forward's."""
+        return max(self.backward - sum(block.seconds for block in self.blocks), self.forward)
 
     def least(self, other: Costs) -> Costs:
         """The shorter times and the higher peaks of two passes; the rest is the other's."""
@@ -208,7 +213,7 @@ def _seconds(costs: Costs, modes: Sequence[Mode], out: Sequence[float], under_wa
     in_blocks = sum(block.seconds for block in costs.blocks)
     loss = max(costs.forward - in_blocks, 0.0)
     forward = now + loss
-    ratio = costs.backward / costs.forward if costs.forward else 1.0
+    ratio = costs.own_backward / costs.forward if costs.forward else 1.0
     begun = 0.0  # from when on what is needed next may come
     now = loss * ratio
     for block, mode, comes in zip(

@@ -252,7 +252,7 @@ class Mover:
         room = home.room_back
         if room is not None:
             self.retire(max(room - self.coming_bytes, 0))
-        most = home.ahead_bytes if room is None else min(home.ahead_bytes, room)
+        most = home.ahead_bytes if room is None else room
         while (spill := home.coming_next()) is not None:
             # What is still leaving is needed before it, and is here.
             under_way = self.coming_bytes + self.leaving_bytes

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ghoffload.activations.spill import Extent
 from ghoffload.kernels import coding
+from ghoffload.kernels.pieces import DTYPE_CODES
 from ghoffload.machine.protocol import Machine
 from ghoffload.memory.carving import align
 
@@ -48,7 +49,8 @@ def payload_of(tensor: Tensor, extent: Extent, machine: Machine, *, code: bool) 
     scales_at, total = _coded_size(flat.numel())
     codes = torch.empty(total, dtype=torch.uint8, device=flat.device)
     scales = codes[scales_at:].view(torch.float32)
-    launch = coding.encode(flat, codes[: flat.numel()], scales, code="fp8")
+    dtype_code = DTYPE_CODES[flat.dtype]
+    launch = coding.encoding(flat, codes[: flat.numel()], scales, "fp8", dtype_code)
     machine.launch(launch, stream=machine.current_stream())
     return Payload(extent, codes, memory.numel(), flat.dtype)
 
@@ -58,7 +60,7 @@ def decoded(codes: Tensor, nbytes: int, dtype: torch.dtype, machine: Machine) ->
     elements = nbytes // dtype.itemsize
     flat = torch.empty(elements, dtype=dtype, device=codes.device)
     scales = codes[_coded_size(elements)[0] :].view(torch.float32)
-    launch = coding.decode(codes[:elements], scales, flat, code="fp8")
+    launch = coding.decoding(codes[:elements], scales, flat, "fp8", DTYPE_CODES[dtype])
     machine.launch(launch, stream=machine.current_stream())
     return flat.view(torch.uint8)
 

@@ -112,7 +112,8 @@ def plan_for(options: Options, learned: Learned, budget: int | None) -> Plan:
     )
     peak = int(needed.max(initial=0))
     if budget is None:
-        beside, most = min(options.window_bytes, options.ahead_bytes), options.window_bytes
+        most, ahead = options.window_bytes, options.ahead_bytes
+        beside = min(most, ahead)
         kept, in_use = _kept(learned, needed, peak, "no peak")
         if beside and _narrow(learned, kept, peak - in_use, beside):
             budget = peak + beside
@@ -120,7 +121,7 @@ def plan_for(options: Options, learned: Learned, budget: int | None) -> Plan:
         else:
             budget = peak
     else:
-        most = budget
+        most = ahead = max(budget, 0)
         if peak > budget:
             warnings.warn(
                 f"budget_bytes expects {peak:,} or more for this model: so much is in HBM with "
@@ -131,7 +132,7 @@ def plan_for(options: Options, learned: Learned, budget: int | None) -> Plan:
         # What is on its way needs room: as much as hides the link, where the budget has it.
         beside = min(max(options.window_bytes, options.ahead_bytes), (budget - peak) // 2)
         kept, in_use = _kept(learned, needed, budget - max(beside, 0), "within the budget")
-    room = np.clip(budget - in_use, 0, most).tolist()
+    room = np.clip(budget - in_use, 0, [most] * count + [ahead] * len(learned.order)).tolist()
     # What still leaves at the end of the forward is there when the backward begins.
     room[count - 1] = min(room[count - 1 : count + 1])
     back = {index: room[count + at] for at, index in enumerate(learned.order)}

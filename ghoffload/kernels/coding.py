@@ -60,12 +60,22 @@ def encode(source: Tensor, codes: Tensor, scales: Tensor, *, code: str) -> Launc
     Raises:
         ValueError: a tensor of another dtype, size or device, or another code.
     """
-    fp8, dtype_code = _check(code, codes, scales, "source", source)
+    return encoding(source, codes, scales, code, _check(code, codes, scales, "source", source))
+
+
+def encoding(source: Tensor, codes: Tensor, scales: Tensor, code: str, dtype_code: int) -> Launch:
+    """``encode`` for tensors that are known to be as it expects.
+
+    Args:
+        dtype_code: of the source's dtype, as in ``pieces.DTYPE_CODES``.
+    """
 
     def host(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         from ghoffload.kernels.coding_host import encode_blocks
 
-        _run_on_host(encode_blocks(fp8, dtype_code), reads[0], *writes, elements=reads[0].numel())
+        _run_on_host(
+            encode_blocks(code == "fp8", dtype_code), reads[0], *writes, elements=reads[0].numel()
+        )
 
     def device(stream: int) -> None:
         from ghoffload.kernels import coding_cuda
@@ -81,12 +91,21 @@ def decode(codes: Tensor, scales: Tensor, destination: Tensor, *, code: str) -> 
     ``destination`` may have another dtype than the source had. A finite element stays finite: one
     beyond the largest value of that dtype becomes it.
     """
-    fp8, dtype_code = _check(code, codes, scales, "destination", destination)
+    dtype_code = _check(code, codes, scales, "destination", destination)
+    return decoding(codes, scales, destination, code, dtype_code)
+
+
+def decoding(
+    codes: Tensor, scales: Tensor, destination: Tensor, code: str, dtype_code: int
+) -> Launch:
+    """``decode`` for tensors that are known to be as it expects."""
 
     def host(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         from ghoffload.kernels.coding_host import decode_blocks
 
-        _run_on_host(decode_blocks(fp8, dtype_code), *reads, writes[0], elements=writes[0].numel())
+        _run_on_host(
+            decode_blocks(code == "fp8", dtype_code), *reads, writes[0], elements=writes[0].numel()
+        )
 
     def device(stream: int) -> None:
         from ghoffload.kernels import coding_cuda
@@ -140,7 +159,7 @@ def stochastic_cast(source: Tensor, destination: Tensor, *, seed: int, offset: i
     return Launch("stochastic_cast", (source,), (destination,), device, host)
 
 
-def _check(code: str, codes: Tensor, scales: Tensor, name: str, tensor: Tensor) -> tuple[bool, int]:
+def _check(code: str, codes: Tensor, scales: Tensor, name: str, tensor: Tensor) -> int:
     if code not in CODES:
         raise ValueError(f"code expects {' or '.join(CODES)}, got {code!r}")
     dtype_code = int(dtype_codes(name, [tensor])[0])
@@ -150,7 +169,7 @@ def _check(code: str, codes: Tensor, scales: Tensor, name: str, tensor: Tensor) 
         ("codes", codes, torch.uint8, elements),
         ("scales", scales, torch.float32, scale_count(elements)),
     )
-    return code == "fp8", dtype_code
+    return dtype_code
 
 
 def _check_arrays(*expected: tuple[str, Tensor, torch.dtype, int]) -> None:

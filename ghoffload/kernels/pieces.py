@@ -20,7 +20,7 @@ TENSOR, START, COUNT, OFFSET, SCALARS_ROW, FIRST = range(6)
 
 FP32, BF16, FP16 = range(3)
 """dtype codes shared with csrc."""
-_CODES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
+DTYPE_CODES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 ITEM_SIZES = np.array([4, 2, 2], dtype=np.int64)
 
 
@@ -115,7 +115,7 @@ def dtype_codes(name: str, tensors: Sequence[Tensor]) -> npt.NDArray[np.int64]:
         ValueError: a dtype other than float32, bfloat16 or float16.
     """
     try:
-        return np.array([_CODES[tensor.dtype] for tensor in tensors], dtype=np.int64)
+        return np.array([DTYPE_CODES[tensor.dtype] for tensor in tensors], dtype=np.int64)
     except KeyError as error:
         raise ValueError(
             f"{name} expects float32, bfloat16 or float16, got {error.args[0]}"
