@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ghoffload
+from ghoffload.activations import hooks
 from ghoffload.activations.blocks import Stage
 from ghoffload.activations.choose import (
     ROUNDING,
@@ -280,3 +281,84 @@ def test_forwards_are_as_before_afterwards() -> None:
         with options(blocks), torch.no_grad():
             blocks[1](blocks[0](torch.randn(1, 4, 32)))
         gc.collect()
+
+
+def test_hooks_are_off_in_kept_blocks_and_on_again_behind_them() -> None:
+    """What a kept block saves is autograd's own; what comes behind it is ours again."""
+    seen: dict[str, list[tuple[Any, Any] | None]] = {"block": [], "behind": []}
+
+    class Watched(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            seen["block"].append(hooks._top_hooks())
+            return super().forward(x)
+
+    with machine_of(hbm_bytes=1 << 30):
+        torch.manual_seed(6)
+        blocks = nn.ModuleList(Watched(32) for _ in range(3))
+        for _ in range(4):
+            x = torch.randn(2, 16, 32, requires_grad=True)
+            with options(blocks):
+                for block in blocks:
+                    x = block(x)
+                seen["behind"].append(hooks._top_hooks())
+            x.sum().backward()
+            del x
+    assert seen["block"][-3:] == [None] * 3
+    assert None not in seen["block"][:3]
+    assert None not in seen["behind"]
+
+
+def test_hooks_of_others_in_kept_blocks_are_left_to_them() -> None:
+    packed = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.shape)
+        return tensor.detach()
+
+    def other(blocks: nn.ModuleList, *, outside: bool) -> Any:
+        theirs = torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed)
+        stack = contextlib.ExitStack()
+        for context in (theirs, options(blocks)) if outside else (options(blocks), theirs):
+            stack.enter_context(context)
+        return stack
+
+    with machine_of(hbm_bytes=1 << 30):
+        run(lambda blocks: other(blocks, outside=True), steps=6)
+        assert not packed  # ours are the inner ones, and stay
+        run(lambda blocks: other(blocks, outside=False), steps=6)
+        assert packed
+
+
+def test_backwards_of_kept_blocks_send_for_what_comes_later() -> None:
+    """Offloaded blocks before kept ones come back while those run, and are not waited for."""
+    under_way = []
+
+    class Kept(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            if y.grad_fn is not None:
+                home = mover_of(machine)
+                y.register_hook(lambda grad: under_way.append(home.coming_bytes))
+            return y
+
+    with machine_of(hbm_bytes=1 << 30) as machine:
+        torch.manual_seed(6)
+        blocks = nn.ModuleList(Kept(32) for _ in range(4))
+        for _ in range(8):
+            context = options(blocks, window_bytes=1 << 12, ahead_bytes=1 << 12)
+            x = torch.randn(2, 16, 32, requires_grad=True)
+            with context:
+                h = x
+                for block in blocks:
+                    h = block(h)
+            for learning in mover_of(machine).blocks.values():
+                if learning.choice is not None:
+                    modes = (Mode.OFFLOAD, Mode.OFFLOAD, Mode.KEEP, Mode.KEEP)
+                    learning.choice = dataclasses.replace(
+                        learning.choice, modes=modes, under_way=1 << 12
+                    )
+            under_way.clear()
+            h.sum().backward()
+            del x, h
+    assert under_way[0] == 0  # nothing asked yet
+    assert under_way[1] > 0  # the last block's backward did

@@ -15,9 +15,11 @@ from activation_programs import PROGRAMS, SMALL, gradients, machine_of, offloade
 from torch import Tensor, nn
 
 import ghoffload
-from ghoffload.activations import Saved
+from ghoffload.activations import Saved, hooks
 from ghoffload.activations.mover import mover_of
+from ghoffload.activations.usage import budget_left
 from ghoffload.check.programs import same_bits
+from ghoffload.machine.select import WrongDeviceError
 
 KIB = 1 << 10
 LAYER = 64 * KIB  # what each layer of the deep model saves: 256 rows of 64 fp32
@@ -83,6 +85,126 @@ def test_a_budget_that_cannot_be_met_says_what_could() -> None:
         pytest.warns(RuntimeWarning, match=r"budget_bytes expects [\d,]+ or more"),
     ):
         train(lambda: options(budget_bytes=2 * LAYER), steps=2)
+
+
+class Spike(nn.Module):
+    """Layers, and an end that takes more than they do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(16):
+            x = x.sin()
+        return x.repeat(8, 1).logsumexp(0).sum()
+
+
+def peaks(model: nn.Module, context: Any, *, steps: int = 4) -> list[int]:
+    """Bytes in HBM of each step."""
+    with machine_of(hbm_bytes=1 << 30) as machine:
+        found = []
+        for _ in range(steps):
+            x = torch.randn(256, 64, requires_grad=True)
+            machine.reset_peak()
+            with context():
+                loss = model(x)
+            loss.backward()
+            found.append(machine.memory_peak())
+            del x, loss
+    return found
+
+
+def test_what_is_on_its_way_adds_nothing_to_a_peak_that_is_short() -> None:
+    waits = peaks(Spike(), lambda: options(window_bytes=0, ahead_bytes=0))
+    overlaps = peaks(Spike(), lambda: options(window_bytes=4 * LAYER, ahead_bytes=4 * LAYER))
+    assert overlaps[-1] <= waits[-1]
+
+
+def test_where_all_is_a_peak_the_window_comes_on_top() -> None:
+    waits = peaks(Sines(), lambda: options(window_bytes=0, ahead_bytes=0))
+    overlaps = peaks(Sines(), lambda: options(window_bytes=4 * LAYER, ahead_bytes=4 * LAYER))
+    assert waits[-1] + 3 * LAYER <= overlaps[-1] <= waits[-1] + 4 * LAYER
+
+
+def test_a_budget_holds_when_other_tensors_come_into_hbm() -> None:
+    """As the state of an optimizer does, that steps for the first time after the first backward."""
+    budget = 16 * LAYER
+    with machine_of(hbm_bytes=budget + 64) as machine:
+        held, moved = [], []
+        for step in range(6):
+            x = torch.randn(256, 64, requires_grad=True)
+            before = machine.traffic.d2h_bytes
+            with options(budget_bytes=budget):
+                loss = Sines(17)(x)
+            loss.backward()
+            moved.append(machine.traffic.d2h_bytes - before)
+            del x, loss
+            if step in (1, 3):
+                held.append(torch.zeros(3 * 256, 64))
+            if step == 4:
+                held.clear()
+        assert moved[0] == 16 * LAYER
+        assert moved[1] < moved[2] == moved[3] < moved[4]
+        assert moved[5] == moved[1]
+
+
+def readings(context: Any, lengths: list[int]) -> list[int]:
+    """How often each step reads what is in use."""
+    with machine_of() as machine:
+        found, reset = [], machine.reset_peak
+
+        def counted() -> None:
+            found[-1] += 1
+            reset()
+
+        machine.reset_peak = counted  # type: ignore[method-assign]
+        for length in lengths:
+            found.append(0)
+            x = torch.randn(length, 64, requires_grad=True)
+            with context():
+                loss = Sines()(x)
+            loss.backward()
+            del x, loss
+    return found
+
+
+@pytest.mark.parametrize("more", [{}, {"fraction": 0.0}, {"min_offload_bytes": 1 << 30}])
+def test_what_is_in_use_is_read_in_the_first_pass_alone(more: dict[str, Any]) -> None:
+    first, *others = readings(lambda: options(**more), [256] * 4)
+    assert first > 16
+    assert others == [0, 0, 0]
+
+
+def test_other_lengths_are_not_read_until_one_comes_again() -> None:
+    found = readings(options, [256, 128, 192, 64, 64, 64])
+    assert found[0] > 16
+    assert max(found[1:4]) <= 3  # it is another one by the first tensor that could be moved
+    assert found[4] > 16
+    assert found[5] == 0
+
+
+def test_a_budget_for_what_has_grown() -> None:
+    assert budget_left(6400, 0, None) == 6400
+    assert budget_left(6400, 1000, 6400) == 5400
+    assert budget_left(6400, 950, 5400) == 5400  # nearly as much: the plan stays
+    assert budget_left(6400, 1001, 5400) == 5399  # never more than there is
+    assert budget_left(6400, 0, 5400) == 6400
+
+
+def test_tensors_on_the_cpu_stay_where_those_of_a_gpu_are_moved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Checkpointing saves an empty one there."""
+
+    def refuse(device: torch.device, machine: Any) -> Any:
+        raise WrongDeviceError(f"the cuda machine expects a CUDA device, got {device}")
+
+    monkeypatch.setattr(hooks, "machine_for", refuse)
+    x = torch.randn(256, 64, requires_grad=True)
+    with options(machine="cuda"):
+        loss = Sines()(x)
+    loss.backward()
+    with pytest.raises(WrongDeviceError):
+        hooks.Forward(options()._options, None, "virtual", lambda machine: None)._pass(  # type: ignore[arg-type, return-value]
+            torch.device("cuda", 0)
+        )
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5, 1.0])
@@ -264,10 +386,12 @@ def test_reloads_are_ahead_and_in_the_learned_order() -> None:
         for _ in range(3):
             assert same_bits(run(lambda: options(window_bytes=0)), expected)
         learned, _ = mover_of(machine).expected(options(window_bytes=0)._options, None)
+        assert learned is not None
         assert list(learned.order[:3]) == [2, 1, 0]
         for _ in range(2):  # another graph: learned anew
             train(lambda: options(window_bytes=0), steps=1, layers=6)
         learned, _ = mover_of(machine).expected(options(window_bytes=0)._options, None)
+        assert learned is not None
         assert len(learned.candidates) == 5
 
 

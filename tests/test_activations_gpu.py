@@ -104,7 +104,7 @@ def test_blocks_have_the_same_bits_within_the_budget(machine: CudaMachine, share
     def run(context: Any) -> tuple[list[Tensor], list[int]]:
         torch.manual_seed(3)
         model, found, peaks = wide().cuda(), [], []
-        for _ in range(6):
+        for _ in range(7):
             x = batch().cuda().requires_grad_()
             with context(model):
                 loss = model(x).float().square().mean()
@@ -128,7 +128,7 @@ def test_blocks_have_the_same_bits_within_the_budget(machine: CudaMachine, share
     (learning,) = mover_of(machine).blocks.values()
     assert learning.choice is not None
     if learning.choice.fits:
-        assert max(under[3:]) <= 1.02 * budget
+        assert max(under[4:]) <= 1.02 * budget, (under, budget, learning.choice)
 
 
 def test_the_peak_is_lower_by_what_is_away(machine: CudaMachine) -> None:

@@ -162,7 +162,7 @@ class Forward:
                 home.window_bytes = home.ahead_bytes = log.choice.under_way
             return home
         with mover.exclusive():
-            learned, plan = mover.expected(options, budget) or (None, None)
+            learned, plan = mover.expected(options, budget)
             return Pass(mover, options, budget=budget, expected=learned, plan=plan)
 
     @contextlib.contextmanager

@@ -89,11 +89,11 @@ class Mover:
 
     # -- what was learned
 
-    def expected(self, options: Options, budget: int | None) -> tuple[Learned, Plan] | None:
+    def expected(self, options: Options, budget: int | None) -> tuple[Learned | None, Plan | None]:
         """What the last pass with these options found, and what is to be done in one like it."""
         learned = self._learned.get(options)
-        if learned is None:
-            return None
+        if learned is None or not learned.measured:
+            return learned, None
         before = self._plans.get(options)
         left = budget
         if budget is not None:

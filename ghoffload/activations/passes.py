@@ -3,7 +3,9 @@
 Note [learning]
     A pass numbers what could be moved in the order in which it is saved. What was learned of the
     pass before with the same options holds while sizes and dtypes are the same; at the first that
-    is not, the rest of the pass goes without.
+    is not, the rest of the pass goes without, and leaves its order to the next. That one reads what
+    is in use, too, unless it is another again: where every batch has its own length, readings would
+    cost time and tell nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class Learned:
         moved: numbers that were moved.
         base: bytes in use when it began.
         saved, served: bytes that were needed from when each was saved, and from when it was asked
-            for, beside what was on its way: usage.py. Empty where the machine has no statistics.
+            for, beside what was on its way: usage.py.
+        measured: whether these were read.
     """
 
     candidates: Sequence[Candidate]
@@ -69,6 +72,7 @@ class Learned:
     base: int
     saved: Mapping[int, int]
     served: Mapping[int, int]
+    measured: bool
 
 
 class Pass:
@@ -115,7 +119,7 @@ class Pass:
         self._spills: dict[int, weakref.ref[Spill]] = {}
         self._ended = self._finished = self._over = self._in_backward = False
         self._ahead: deque[int] | None = None
-        learns = expected is None and log is None
+        learns = log is None and (expected is None or not expected.measured)
         self.usage = usage_of(mover) if learns else None
         self._times = log if log is not None and log.stage is Stage.TIMES else None
         self._peaks: list[int] = []
@@ -130,7 +134,7 @@ class Pass:
         if expected is not None and (
             index >= len(expected.candidates) or expected.candidates[index] != candidate
         ):
-            self.expected = self.plan = None
+            self.expected = self.plan = self.usage = None
         self.candidates.append(candidate)
         if self.plan is not None:
             self.room_back = self.plan.room.get(index)  # until backward asks for a number
@@ -229,7 +233,7 @@ class Pass:
         if self.log is not None:
             self._learn_blocks(self.log)
         # A pass by plan has nothing to tell: of what it kept it knows nothing new.
-        elif self._spills and self._spills.keys() <= self._order.keys() and self.plan is None:
+        elif self._spills.keys() <= self._order.keys() and self.plan is None:
             usage = self.usage
             self.mover.learn(
                 self.options,
@@ -241,6 +245,7 @@ class Pass:
                     base=0 if usage is None else usage.base,
                     saved={} if usage is None else usage.saved,
                     served={} if usage is None else usage.served,
+                    measured=usage is not None,
                 ),
             )
 

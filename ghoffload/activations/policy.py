@@ -102,12 +102,12 @@ class Plan:
 
 def plan_for(options: Options, learned: Learned, budget: int | None) -> Plan:
     """What to do in a pass like the learned one; ``budget``: ``None`` for the least."""
-    if not learned.saved:  # the machine has no statistics
-        return Plan(dict.fromkeys(learned.in_vain, "in vain"), {}, {})
+    if not learned.order:  # nothing was moved, or nothing was asked for
+        return Plan({}, {}, {})
     count = len(learned.candidates)
     needed = np.array(
-        [learned.saved[index] for index in range(count)]
-        + [learned.served[index] for index in learned.order],
+        [learned.saved.get(index, 0) for index in range(count)]
+        + [learned.served.get(index, 0) for index in learned.order],
         dtype=np.int64,
     )
     peak = int(needed.max(initial=0))
@@ -133,9 +133,15 @@ def plan_for(options: Options, learned: Learned, budget: int | None) -> Plan:
         beside = min(max(options.window_bytes, options.ahead_bytes), (budget - peak) // 2)
         kept, in_use = _kept(learned, needed, budget - max(beside, 0), "within the budget")
     room = np.clip(budget - in_use, 0, [most] * count + [ahead] * len(learned.order)).tolist()
+    # What is on its way stays until it is asked for: there has to be room then, too.
+    back: dict[int, int] = {}
+    least = budget
+    for at, index in reversed([*enumerate(learned.order, count)]):
+        back[index] = least = min(room[at], least)
+        if index in learned.moved and index not in kept:
+            least += learned.candidates[index].nbytes
     # What still leaves at the end of the forward is there when the backward begins.
-    room[count - 1] = min(room[count - 1 : count + 1])
-    back = {index: room[count + at] for at, index in enumerate(learned.order)}
+    room[count - 1] = min(room[count - 1], back.get(learned.order[0], most))
     return Plan(kept, dict(enumerate(room[:count])), back)
 
 
