@@ -128,8 +128,17 @@ def measured(
         }
 
 
-def run(gpu: Gpu, options: argparse.Namespace, batch: int, length: int) -> list[Row]:
-    """All settings at one length of sequence; one without figures has the reason."""
+def run(
+    gpu: Gpu,
+    options: argparse.Namespace,
+    batch: int,
+    length: int,
+    keep: Callable[[list[Row]], None],
+) -> list[Row]:
+    """All settings at one length of sequence; one without figures has the reason.
+
+    ``keep`` gets the rows so far, after each.
+    """
     shape = SHAPES[options.shape]
     if options.layers is not None:
         shape = dataclasses.replace(shape, layers=options.layers)
@@ -154,7 +163,10 @@ def run(gpu: Gpu, options: argparse.Namespace, batch: int, length: int) -> list[
         model.zero_grad(set_to_none=True)
         gpu.clear()
         row["seconds"] = time.perf_counter() - begun
+        said = row.get("error") or f"{row['ms']:.1f} ms, {row['peak'] / 1e9:.2f} GB"
+        print(f"  {said}; {row['seconds']:.0f} s", file=sys.stderr, flush=True)
         rows.append(row)
+        keep(rows)
     return rows
 
 
@@ -210,11 +222,20 @@ def main(arguments: list[str] | None = None, gpu: Gpu | None = None) -> int:
         gpu = Gpu()
     begun = time.perf_counter()
     before = gpu.rates()
-    found = {tokens: run(gpu, options, *tokens) for tokens in options.tokens}
+    document: dict[str, Any] = {"before": before, "rows": []}
+    found: dict[tuple[int, int], list[Row]] = {}
+
+    def keep(rows: list[Row]) -> None:
+        """A run that is cut short leaves what it has found."""
+        _write(options.out, document | {"rows": [*document["rows"], *rows]})
+
+    for tokens in options.tokens:
+        found[tokens] = run(gpu, options, *tokens, keep)
+        document["rows"] += found[tokens]
     after = gpu.rates()
     rates = {way: max(before[way], after[way]) for way in before}
     console = Console(width=150)
-    document: dict[str, Any] = {"before": before, "after": after, "rows": [], "judged": []}
+    document |= {"after": after, "judged": []}
     for (batch, length), rows in found.items():
         derive(rows, rates)
         bits(rows)
@@ -224,16 +245,19 @@ def main(arguments: list[str] | None = None, gpu: Gpu | None = None) -> int:
             console.print(line, highlight=False)
         judged = verdicts(rows)
         console.print(verdict_table(judged))
-        document["rows"] += rows
         document["judged"] += [[f"{batch} x {length}", *line] for line in judged]
     spoken = ", ".join(
         f"{way} {before[way] / 1e9:.1f} and {after[way] / 1e9:.1f}" for way in before
     )
     seconds = time.perf_counter() - begun
     console.print(f"link before and after, GB/s: {spoken}; {seconds:.0f} s in all")
-    if options.out:
-        options.out.write_text(json.dumps(document | {"seconds": seconds}, indent=1) + "\n")
+    _write(options.out, document | {"seconds": seconds})
     return 0
+
+
+def _write(out: Path | None, document: dict[str, Any]) -> None:
+    if out is not None:
+        out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -222,9 +222,17 @@ def test_all_of_it_on_virtual_hbm(
     monkeypatch.setitem(ways.PEERS, "TRL", "peer")
     monkeypatch.setitem(ways.PEERS, "torchtune", "no_such_package.offloading")
     gpu, out = Thought(), tmp_path / "found.json"
+    rates, kept = gpu.rates, []
+
+    def rated() -> dict[str, float]:
+        kept.append(len(json.loads(out.read_text())["rows"]) if out.exists() else 0)
+        return rates()
+
+    monkeypatch.setattr(gpu, "rates", rated)
     words = ["--shape", "tiny", "--tokens", "2x64,96", "--repeats", "1", "--out", str(out)]
     with ghoffload.use_machine(gpu.machine):
         assert benchmark_activations.main(words, gpu) == 0  # type: ignore[arg-type]
+    assert kept == [0, 34]  # what was found is there before the end
     document = json.loads(out.read_text())
     for tokens in ([2, 64], [1, 96]):
         rows = {(r["name"], r["fraction"]): r for r in document["rows"] if r["tokens"] == tokens}
