@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         OrderingError,
     )
     from ghoffload.machine import use_machine
+    from ghoffload.machine.simulated import SimulatedMachine
     from ghoffload.machine.virtual import VirtualMachine
     from ghoffload.memory import TensorManager, memory_summary
     from ghoffload.optim import OffloadAdam, OffloadAdamW
@@ -30,6 +31,7 @@ _HOMES = {
     "OffloadAdam": "ghoffload.optim",
     "OffloadAdamW": "ghoffload.optim",
     "OffloadConfig": "ghoffload.config",
+    "SimulatedMachine": "ghoffload.machine.simulated",
     "TensorManager": "ghoffload.memory",
     "VirtualMachine": "ghoffload.machine.virtual",
     "memory_summary": "ghoffload.memory",
@@ -52,6 +54,7 @@ __all__ = [
     "OffloadAdamW",
     "OffloadConfig",
     "OrderingError",
+    "SimulatedMachine",
     "TensorManager",
     "VirtualMachine",
     "__version__",

@@ -131,6 +131,7 @@ class Update:
             partial(self._start, self._operands),
             self._host,
             self._vetted,
+            self._table.elements,
         )
 
     def _look(

@@ -125,9 +125,10 @@ def _copies(
         on = packed if packed.is_cuda or not tensors else tensors[0]
         pack_cuda.copy(starts, packed, offsets, nbytes, to_packed, on, stream)
 
+    most = max(table.elements, int(nbytes.sum()) // packed.element_size())
     if to_packed:
-        return Launch("pack", tuple(tensors), (packed,), device, host)
-    return Launch("unpack", (packed,), tuple(tensors), device, host)
+        return Launch("pack", tuple(tensors), (packed,), device, host, elements=most)
+    return Launch("unpack", (packed,), tuple(tensors), device, host, elements=most)
 
 
 _TASK_BYTES = 1 << 20

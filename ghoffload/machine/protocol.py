@@ -90,6 +90,7 @@ class Launch:
             order. Bit for bit what ``device`` computes.
         vetted: the same object in each launch of one prepared kernel; ``None`` where every tensor
             has to be looked at.
+        elements: of each tensor no more are touched; ``None`` where all of them are.
     """
 
     name: str
@@ -98,6 +99,14 @@ class Launch:
     device: Callable[[int], None]
     host: Callable[[Sequence[Tensor], Sequence[Tensor]], None]
     vetted: Vetted | None = None
+    elements: int | None = None
+
+    def touched_bytes(self, tensor: Tensor) -> int:
+        """Bytes that it touches of one of its tensors, at the most."""
+        count = tensor.numel()
+        if self.elements is not None:
+            count = min(count, self.elements)
+        return count * tensor.element_size()
 
     def run_on_host(self) -> None:
         """Run now, in the calling thread, on tensors in host memory."""
@@ -112,6 +121,8 @@ class Machine(abc.ABC):
     h2d: Stream
     d2h: tuple[Stream, Stream]
     traffic: Traffic
+    imaginary: ClassVar[bool] = False
+    """Whether nothing is ever written to its memories: host memory is then reserved alone."""
     debug: bool
     """Whether every pointer is looked up: Note [pointers] in host_ranges.py."""
 

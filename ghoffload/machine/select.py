@@ -17,11 +17,12 @@ import torch
 
 from ghoffload.errors import MachineUnavailableError
 from ghoffload.machine.protocol import Machine
+from ghoffload.machine.simulated import SimulatedMachine
 from ghoffload.machine.virtual import VirtualMachine
 from ghoffload.machine.virtual_dispatch import EagerMode
 
 ENVIRONMENT_VARIABLE = "GHOFFLOAD_MACHINE"
-KINDS = ("virtual", "cuda")
+KINDS = ("virtual", "cuda", "simulated")
 
 
 class WrongDeviceError(ValueError):
@@ -50,8 +51,9 @@ def use_machine(machine: Machine | str, **options: Any) -> Iterator[Machine]:
 
     Args:
         machine: a machine, or the kind of one: ``"virtual"`` makes a ``VirtualMachine(**options)``,
-            ``"cuda"`` is the machine of the current CUDA device.
-        options: of the ``VirtualMachine``.
+            ``"simulated"`` a ``SimulatedMachine(**options)``, ``"cuda"`` is the machine of the
+            current CUDA device.
+        options: of the one that is made.
 
     Yields:
         The machine.
@@ -75,6 +77,8 @@ def use_machine(machine: Machine | str, **options: Any) -> Iterator[Machine]:
             stack.callback(setattr, outer.mode, "enabled", True)
         if mode is not None:
             stack.enter_context(mode)
+        if isinstance(machine, SimulatedMachine):
+            stack.enter_context(machine.modes())
         _thread.entries.append(_Entry(machine, by_kind, mode))
         stack.callback(_thread.entries.pop)
         yield machine
@@ -104,7 +108,7 @@ def machine_for(device: torch.device, explicit: Machine | str | None = None) -> 
         MachineUnavailableError: the kind cannot be had here, or nothing was asked for and there is
             a GPU that torch cannot use.
     """
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"expected parameters on the CPU or a CUDA device, got {device}")
     machine: Machine | str | None = explicit
     source = "the machine argument"
@@ -117,6 +121,11 @@ def machine_for(device: torch.device, explicit: Machine | str | None = None) -> 
         machine, source = os.environ[ENVIRONMENT_VARIABLE].lower(), ENVIRONMENT_VARIABLE
     if machine is None:
         return _own_machine(device)
+    if machine == "simulated":
+        raise ValueError(
+            f"{source} expects a SimulatedMachine, or use_machine('simulated', profile=...): the "
+            "word does not say which profile"
+        )
     if machine == "cpu":
         _require_device(device, "cpu", "plain stepping on the CPU", source)
         return None
@@ -132,7 +141,7 @@ def machine_for(device: torch.device, explicit: Machine | str | None = None) -> 
         raise ValueError(
             f"{source} expects a Machine or one of {_listed((*KINDS, 'cpu'))}, got {machine!r}"
         )
-    what = "the virtual machine" if machine.kind == "virtual" else f"the {machine.kind} machine"
+    what = f"the {machine.kind} machine"
     _require_device(device, machine.device.type, what, source)
     if device.type == "cuda" and _indexed(device) != _indexed(machine.device):
         raise WrongDeviceError(
@@ -144,6 +153,8 @@ def machine_for(device: torch.device, explicit: Machine | str | None = None) -> 
 def _of_kind(kind: str, options: dict[str, Any]) -> Machine:
     if kind == "virtual":
         return VirtualMachine(**options)
+    if kind == "simulated":
+        return SimulatedMachine(**options)
     if kind != "cuda":
         raise ValueError(f"expected a machine kind of {_listed(KINDS)}, got {kind!r}")
     if options:
@@ -161,6 +172,11 @@ def _own_machine(device: torch.device) -> Machine | None:
     """What a device gets where nobody asked for anything."""
     if device.type == "cuda":
         return _cuda_machine(device)
+    if device.type == "meta":
+        raise ValueError(
+            "parameters on meta have no numbers to step: use a SimulatedMachine for times and "
+            "bytes, or move the model to a device first"
+        )
     from ghoffload.machine import topology
 
     sentence = topology.unusable_gpu()
@@ -185,7 +201,7 @@ def _indexed(device: torch.device) -> torch.device:
 
 def _require_device(device: torch.device, expected: str, what: str, source: str) -> None:
     if device.type != expected:
-        where = "the CPU" if expected == "cpu" else "a CUDA device"
+        where = {"cpu": "the CPU", "cuda": "a CUDA device"}.get(expected, expected)
         raise WrongDeviceError(
             f"{what} (from {source}) expects parameters on {where}, got parameters on {device}"
         )

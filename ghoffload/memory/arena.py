@@ -84,7 +84,10 @@ class HostArena(Carved):
         if nbytes > 0:
             near = machine.host_node if node is None and machine is not None else None
             with numa.placed_on(node), numa.preferring(near):
-                self._buffer = _reserve(nbytes, owner, threads or cpu_count())
+                if machine is not None and machine.imaginary:
+                    self._buffer = pages.reserve(nbytes, backed=False)
+                else:
+                    self._buffer = _reserve(nbytes, owner, threads or cpu_count())
             self.address = pages.address_of(self._buffer)
             if node is not None:
                 with contextlib.suppress(OSError):  # ``confirm`` tells what came of it

@@ -29,25 +29,31 @@ from ghoffload.machine.topology import huge_page_size
 # Python leaves out names that its build machine's headers did not have.
 _MADV_HUGEPAGE = 14
 _MADV_WIPEONFORK = 18
+_MAP_NORESERVE = 0x4000 if sys.platform.startswith("linux") else 0
 
 _LEAST_TASK_BYTES = 4 << 20
 """Below this a thread costs more than it saves."""
 
 
-def reserve(nbytes: int) -> mmap.mmap:
+def reserve(nbytes: int, *, backed: bool = True) -> mmap.mmap:
     """A private anonymous mapping of ``nbytes`` (1 or more), zero, huge pages asked for.
+
+    ``backed``: ``False`` for addresses alone, more than there is memory, that nobody writes to.
 
     Raises:
         MemoryError: the kernel refuses to map it.
     """
     try:
         if hasattr(mmap, "MAP_PRIVATE"):
-            mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0 if backed else _MAP_NORESERVE)
+            mapping = mmap.mmap(-1, nbytes, flags=flags)
         else:
             mapping = mmap.mmap(-1, nbytes)
     except (OSError, OverflowError) as error:
         raise MemoryError(f"mapping it failed: {error}") from error
     huge = huge_page_size()
+    if not backed:
+        return mapping
     # A huge page is used only where a whole one fits, so smaller mappings have nothing to gain.
     if huge is not None and nbytes >= huge:
         advise(mapping, _MADV_HUGEPAGE)
