@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ghoffload.machine.virtual import VirtualMachine
     from ghoffload.memory import TensorManager, memory_summary
     from ghoffload.optim import OffloadAdam, OffloadAdamW
+    from ghoffload.tracing import timeline
 
 _HOMES = {
     "OffloadAdam": "ghoffload.optim",
@@ -37,6 +38,7 @@ _HOMES = {
     "memory_summary": "ghoffload.memory",
     "offload_activations": "ghoffload.activations",
     "offload_module": "ghoffload.activations",
+    "timeline": "ghoffload.tracing",
     "use_machine": "ghoffload.machine",
     "GhoffloadError": "ghoffload.errors",
     "InterruptedStepError": "ghoffload.errors",
@@ -61,6 +63,7 @@ __all__ = [
     "memory_summary",
     "offload_activations",
     "offload_module",
+    "timeline",
     "use_machine",
 ]
 

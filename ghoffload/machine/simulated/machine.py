@@ -18,7 +18,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,21 @@ from ghoffload.machine.simulated.profile import Profile, load_profile
 from ghoffload.machine.traffic import Traffic
 
 LINK, HOST, HBM, SM = "link", "host memory", "HBM", "multiprocessors"
+
+
+class Did(NamedTuple):
+    """What a task was.
+
+    Attributes:
+        what: ``"model"`` for torch's own kernels, ``"runtime"`` for the runtime's, ``"h2d"``,
+            ``"d2h"``, ``"hbm"`` (a copy within it), ``"cpu"``.
+        nbytes: of the copy, or that cross the link or go to HBM.
+    """
+
+    what: str
+    nbytes: int
+
+
 _IN_PLACE_SHARE = 4 / 132
 """Of the multiprocessors, for a kernel that works on host memory: 4 of a Hopper's fill the link."""
 
@@ -120,7 +135,7 @@ class SimulatedMachine(Machine):
 
     def _eager(self, name: str, seconds: float, nbytes: int) -> None:
         self._call("eager_call")
-        self._kernel(name, self._compute, seconds, nbytes)
+        self._kernel(name, self._compute, seconds, Did("model", nbytes))
 
     def _answered(self) -> None:
         self._call("eager_call")
@@ -134,13 +149,18 @@ class SimulatedMachine(Machine):
             self.host_seconds = max(self.host_seconds, self.fluid.run(task))
 
     def _queue(
-        self, name: str, stream: Stream, work: Work, after: Sequence[Task] = (), tag: object = None
+        self,
+        name: str,
+        stream: Stream,
+        work: Work,
+        after: Sequence[Task] = (),
+        did: Did | None = None,
     ) -> Task:
-        return self.fluid.queue(name, stream.name, work, at=self.host_seconds, after=after, tag=tag)
+        return self.fluid.queue(name, stream.name, work, at=self.host_seconds, after=after, tag=did)
 
-    def _kernel(self, name: str, stream: Stream, seconds: float, nbytes: int) -> None:
-        demands = {SM: 1.0, HBM: min(nbytes / seconds, self.profile["hbm"])}
-        self._queue(name, stream, Work(seconds, demands), tag=nbytes)
+    def _kernel(self, name: str, stream: Stream, seconds: float, did: Did) -> None:
+        demands = {SM: 1.0, HBM: min(did.nbytes / seconds, self.profile["hbm"])}
+        self._queue(name, stream, Work(seconds, demands), did=did)
 
     # -- streams and events
 
@@ -191,16 +211,17 @@ class SimulatedMachine(Machine):
         self.traffic.copies += 1
         p = self.profile
         if destination.is_meta and source.is_meta:
-            seconds, demands = 2 * nbytes / p["hbm"], {HBM: p["hbm"]}
+            seconds, demands, way = 2 * nbytes / p["hbm"], {HBM: p["hbm"]}, "hbm"
         else:
-            rate = p["h2d_engine"] if destination.is_meta else p["d2h_engine"]
+            way = "h2d" if destination.is_meta else "d2h"
+            rate = p[f"{way}_engine"]
             seconds, demands = nbytes / rate, {LINK: rate, HOST: rate, HBM: rate}
             if destination.is_meta:
                 self.traffic.h2d_bytes += nbytes
             else:
                 self.traffic.d2h_bytes += nbytes
         work = Work(seconds, demands, latency=p["copy_device"])
-        self._queue(f"copy on {stream.name}", stream, work, tag=nbytes)
+        self._queue(f"copy on {stream.name}", stream, work, did=Did(way, nbytes))
 
     def launch(self, launch: Launch, *, stream: Stream) -> None:
         self._call("launch_call")
@@ -212,20 +233,22 @@ class SimulatedMachine(Machine):
         out = sum(launch.touched_bytes(t) for t in launch.writes if not t.is_meta)
         if not (into or out):
             seconds = max(hbm / p["hbm"], p["launch_device"])
-            self._kernel(launch.name, stream, seconds, hbm)
+            self._kernel(launch.name, stream, seconds, Did("runtime", hbm))
             return
         ways = (into / p["h2d_kernel"], out / p["d2h_kernel"], (into + out) / p["both_kernel"])
         seconds = max(*ways, hbm / p["hbm"], p["launch_device"])
         crossing = (into + out) / seconds
         demands = {LINK: crossing, HOST: crossing, HBM: hbm / seconds, SM: _IN_PLACE_SHARE}
-        self._queue(launch.name, stream, Work(seconds, demands), tag=into + out)
+        did = Did("runtime", into + out)
+        self._queue(launch.name, stream, Work(seconds, demands), did=did)
 
     def run_on_host(self, launch: Launch) -> None:
         touched = (*launch.reads, *launch.writes, *launch.writes)
         nbytes = sum(map(launch.touched_bytes, touched))
         rate = min(self.profile["cpu_read_write"], self.profile["host_read_write"])
         work = Work(nbytes / rate, {HOST: rate} if nbytes else {})
-        self._wait_for(self._queue(launch.name, SimulatedStream("CPU"), work, tag=nbytes))
+        did = Did("cpu", nbytes)
+        self._wait_for(self._queue(launch.name, SimulatedStream("CPU"), work, did=did))
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         pass  # meta tensors have no memory that could be used again
