@@ -29,19 +29,19 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
         said = {"ph": "M", "pid": 1, "tid": number}
         events.append(said | {"name": "thread_name", "args": {"name": stream}})
         events.append(said | {"name": "thread_sort_index", "args": {"sort_index": number}})
-    for span in timeline.spans:
-        events.append(
-            {
-                "ph": "X",
-                "pid": 1,
-                "tid": thread[span.stream],
-                "name": span.name,
-                "cat": span.track,
-                "ts": 1e6 * (span.begin - timeline.begin),
-                "dur": 1e6 * (span.end - span.begin),
-                "args": {"bytes": span.nbytes},
-            }
-        )
+    events += [
+        {
+            "ph": "X",
+            "pid": 1,
+            "tid": thread[span.stream],
+            "name": span.name,
+            "cat": span.track,
+            "ts": 1e6 * (span.begin - timeline.begin),
+            "dur": 1e6 * (span.end - span.begin),
+            "args": {"bytes": span.nbytes},
+        }
+        for span in timeline.spans
+    ]
     for seconds, nbytes in timeline.memory:
         at = 1e6 * (seconds - timeline.begin)
         events.append(
