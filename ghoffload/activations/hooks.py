@@ -134,7 +134,7 @@ class Forward:
     def _pass(self, device: torch.device) -> tuple[Pass, Recogniser] | None:
         if device not in self._passes:
             machine = None
-            if device.type in ("cpu", "cuda"):
+            if device.type in ("cpu", "cuda", "meta"):
                 try:
                     machine = machine_for(device, self._machine)
                 except WrongDeviceError:

@@ -73,7 +73,7 @@ class Recogniser:
             return "layout"
         try:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() == 0:
+            if storage.data_ptr() == 0 and not tensor.is_meta:
                 return "layout"
         except (NotImplementedError, RuntimeError):  # a wrapper of vmap's or functionalize's, zeros
             return "layout"
