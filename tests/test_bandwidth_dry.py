@@ -70,6 +70,7 @@ class FakeMachine:
     device = torch.device("cuda", 0)
     pin_refusal = "CUDA_ERROR_NOT_PERMITTED"
     host_node = None
+    imaginary = False
 
     def __init__(self) -> None:
         self.streams = {k: FakeStream(k) for k in (1, 2, 3)}

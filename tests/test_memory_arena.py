@@ -26,6 +26,7 @@ class FakeMachine:
     """Registers host memory as told, and notes it."""
 
     host_node = None
+    imaginary = False
 
     def __init__(self, *, grants: bool = True) -> None:
         self.grants = grants
@@ -326,6 +327,7 @@ from ghoffload.memory import HostArena, ledger
 
 class Machine:
     host_node = None
+    imaginary = False
     def register_host(self, address, nbytes, *, pin, node=None):
         return pin
     def unregister_host(self, address):

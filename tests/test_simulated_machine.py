@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ghoffload
 from ghoffload.machine.simulated import SimulatedMachine
+from ghoffload.measure import rates_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -243,3 +244,25 @@ def test_meta_needs_a_simulated_machine_and_it_needs_meta() -> None:
         )
     with pytest.raises(ValueError, match="does not say which profile"):
         ghoffload.OffloadAdamW(parameters(0.001), lr=1e-3, machine="simulated")
+
+
+def test_auto_follows_the_profile() -> None:
+    def chosen(profile: str) -> tuple[str, str, int]:
+        with ghoffload.use_machine("simulated", profile=profile):
+            config = {"master": "fp32"}
+            optimizer = ghoffload.OffloadAdamW(parameters(0.1), lr=1e-3, config=config)
+            resolved = optimizer._engine.resolved
+            return resolved.memory_kind, "kernel" if resolved.in_place else "engine", resolved.ctas
+
+    # Copy engines are better over PCIe; they write back at half of a kernel's rate in quad nodes.
+    assert chosen("h200-pcie5") == ("pinned", "engine", 0)
+    assert chosen("gh200-120") == ("pinned", "kernel", 4)
+
+
+def test_rates_are_for_as_many_bytes_each_way() -> None:
+    machine = SimulatedMachine("gh200-120")
+    rates = rates_of(machine)
+    assert rates is not None
+    assert rates.both == 2 * machine.profile["d2h_engine"]
+    assert rates.pinned is not None
+    assert rates.pinned.rate == machine.profile["both_kernel"]

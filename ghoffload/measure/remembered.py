@@ -25,8 +25,10 @@ import torch
 from ghoffload.kernels import bandwidth, cache, cuda
 from ghoffload.machine.cuda import CudaMachine
 from ghoffload.machine.protocol import Machine
+from ghoffload.machine.simulated import SimulatedMachine
 from ghoffload.machine.topology import read_text
 from ghoffload.measure.measuring import COPY_BYTES, measure, source_digest
+from ghoffload.measure.profiled import rates_from
 from ghoffload.measure.rates import Rates
 from ghoffload.measure.raw import Raw
 from ghoffload.memory import available_host_bytes
@@ -58,6 +60,8 @@ def measuring_is_on() -> bool:
 def rates_of(machine: Machine | None) -> Rates | None:
     """The figures of a machine: remembered, or measured now if that was never done here.
 
+    Of a simulated machine: its profile's.
+
     Measuring waits for the caller's current stream and takes well under a second. ``None``, so that
     defaults hold: without a GPU and on the virtual machine, with ``GHOFFLOAD_MEASURE=0``, while a
     CUDA graph is captured, with less than 537 MB free in HBM or on the host, and where measuring
@@ -66,6 +70,8 @@ def rates_of(machine: Machine | None) -> Rates | None:
     Raises:
         ValueError: ``GHOFFLOAD_MEASURE`` is neither on nor off.
     """
+    if isinstance(machine, SimulatedMachine):
+        return rates_from(machine.profile)
     if not measuring_is_on() or machine is None or machine.kind != "cuda":
         return None
     try:
