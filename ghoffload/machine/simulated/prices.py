@@ -3,8 +3,9 @@
 Note [price]
     A kernel takes the longer of its FLOPs over the machine's rate of matrix products and its bytes
     (inputs and outputs, once each) over the rate of HBM, and not less than an empty one. FLOPs are
-    from torch.utils.flop_counter; of causal attention by half. Views are free. The host takes the
-    same time for each operation that starts a kernel.
+    from torch.utils.flop_counter; those of attention, where keys may have fewer heads, are counted
+    here, half of them where it is causal. Views are free. The host takes the same time for each
+    operation that starts a kernel.
 
 Note [meta]
     Tensors are on ``meta``: they have shapes and no numbers. Whoever asks for a number, as
@@ -21,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,13 +52,16 @@ _FREE = {
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
     """Floating-point operations of a call: Note [price]."""
     packet = func.overloadpacket
-    formula = flop_registry.get(packet)
-    if formula is None:
-        return 0.0
-    count = float(formula(*args, **kwargs, out_val=out))
     at = _CAUSAL.get(packet)
-    causal = at is not None and (kwargs.get("is_causal") or (len(args) > at and args[at]))
-    return count / 2 if causal else count
+    if at is not None:
+        causal = bool(kwargs.get("is_causal") or (len(args) > at and args[at]))
+        # Products of query and key, and with value; backward computes the first again.
+        first, products = (0, 2) if packet is _FLASH else (1, 5)
+        query, key = args[first], args[first + 1]
+        length = math.prod(query.shape) * key.shape[-2]
+        return length * 2.0 * products * (0.5 if causal else 1.0)
+    formula = flop_registry.get(packet)
+    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
 
 
 def bytes_of(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
