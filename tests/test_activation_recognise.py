@@ -222,7 +222,8 @@ def test_a_long_chain_of_views_is_no_cast_of_a_frozen_weight() -> None:
 
 def test_checkpoint_shows_its_input_alone() -> None:
     run: Run = lambda c: checkpoint(c.linear, c.h, use_reentrant=False)  # noqa: E731
-    assert saved(run) == [MOVES]
+    # Older releases of torch save something empty beside it.
+    assert [why for why in saved(run) if why != "layout"] == [MOVES]
 
 
 def test_compiled_program() -> None:

@@ -123,3 +123,14 @@ def test_whatever_the_program(rows: list[Any]) -> None:
             busy += max(stop - max(begin, until), 0.0)
             until = max(until, stop)
         assert amount <= capacity * busy * (1 + 1e-6) + 1e-9
+
+
+def test_little_is_left_after_many_seconds() -> None:
+    """What is left of a task may be too little to change the time, and is over all the same."""
+    f = Fluid({"link": 1.0})
+    for number in range(40):
+        at = 1e6 + number * 1e-10
+        f.queue("a", "a", Work(1 / 3 * 1e-10, {"link": 0.7}, latency=1e-11), at=at)
+        f.queue("b", "b", Work(1 / 7 * 1e-10, {"link": 0.9}), at=at)
+    assert f.run() == pytest.approx(1e6)
+    assert len(f.finished) == 80

@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-_DONE = 1e-15
-"""Seconds of a task's own time that do not count as left."""
+_EQUAL = 1e-12
+"""Of a time: what does not tell two ends apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,32 +171,34 @@ class Fluid:
         self.finished.append(task)
 
     def _next(self) -> float | None:
-        """When something changes next."""
+        """In how many seconds something changes."""
         self._speeds = self._shares()
-        times = [
-            self.now + (task.waits if task.waits > 0 else task.left / speed)
+        self._needs = [
+            task.waits if task.waits > 0 else task.left / speed if speed > 0 else math.inf
             for task, speed in zip(self._running, self._speeds, strict=True)
-            if task.waits > 0 or speed > 0
         ]
-        times += [
+        self._calls = [
             queue[0].queued
             for queue in self._queues.values()
             if queue and queue[0].begin == math.inf and queue[0].queued > self.now
         ]
-        return min(times, default=None)
+        found = [*(need for need in self._needs if need < math.inf)]
+        found += [call - self.now for call in self._calls]
+        return min(found, default=None)
 
-    def _go_on(self, then: float) -> None:
-        passed = then - self.now
-        self.now = then
+    def _go_on(self, passed: float) -> None:
+        # What is said to be over then is over, however little that adds to so many seconds.
+        calls = [call for call in self._calls if call - self.now <= passed]
+        self.now = max([self.now + passed, *calls])
         still = []
-        for task, speed in zip(self._running, self._speeds, strict=True):
+        for task, speed, need in zip(self._running, self._speeds, self._needs, strict=True):
+            over = need <= passed * (1 + _EQUAL)
             if task.waits > 0:
-                task.waits -= passed
-                if task.waits <= _DONE:
-                    task.waits = 0.0
-            else:
+                task.waits = 0.0 if over else task.waits - passed
+                over = over and task.left <= 0
+            elif not over:
                 task.left -= passed * speed
-            if task.waits <= 0 and task.left <= _DONE:
+            if over:
                 self._finish(self._queues[task.stream], task)
             else:
                 still.append(task)
