@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ghoffload.machine.virtual import VirtualMachine
     from ghoffload.memory import TensorManager, memory_summary
     from ghoffload.optim import OffloadAdam, OffloadAdamW
+    from ghoffload.sweeping.sweep import sweep
     from ghoffload.tracing import timeline
 
 _HOMES = {
@@ -38,6 +39,7 @@ _HOMES = {
     "memory_summary": "ghoffload.memory",
     "offload_activations": "ghoffload.activations",
     "offload_module": "ghoffload.activations",
+    "sweep": "ghoffload.sweeping.sweep",
     "timeline": "ghoffload.tracing",
     "use_machine": "ghoffload.machine",
     "GhoffloadError": "ghoffload.errors",
@@ -63,6 +65,7 @@ __all__ = [
     "memory_summary",
     "offload_activations",
     "offload_module",
+    "sweep",
     "timeline",
     "use_machine",
 ]

@@ -20,8 +20,10 @@ _COMMANDS = {
     "check": "check this machine: kernels bit for bit, waits, a short training against torch",
     "doctor": "say what this machine is, what will be used and why, and what is wrong",
     "bandwidth": "measure this machine's link and memories: GB/s by kind, size and CTAs, latencies",
+    "sweep": "try settings, here or on a simulated machine: step time, exposed time, memory",
     "watch": "show what running processes hold and move: memory, link traffic, steps a second",
 }
+_MODULES = {"sweep": "sweeping"}  # ghoffload.sweep is a function
 _USAGE = 2  # argparse's exit code for a command line it cannot read
 _INTERRUPTED = 130  # the shell's code for Ctrl-C
 
@@ -67,7 +69,7 @@ def _run(argv: list[str]) -> int:
     command = argparse.ArgumentParser(
         prog=f"ghoffload {args.command}", description=_COMMANDS[args.command].capitalize() + "."
     )
-    module = importlib.import_module(f"ghoffload.{args.command}")
+    module = importlib.import_module(f"ghoffload.{_MODULES.get(args.command, args.command)}")
     module.add_arguments(command)
     code = module.main(command.parse_args(args.arguments))
     return 0 if code is None else int(code)

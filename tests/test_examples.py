@@ -26,7 +26,12 @@ WORDS = {
 }
 
 
-OF_THEIR_OWN = ("convergence.py", "offload_activations.py", "train_offload.py")  # tests
+OF_THEIR_OWN = (  # tests
+    "convergence.py",
+    "offload_activations.py",
+    "sweep_granularity.py",
+    "train_offload.py",
+)
 
 
 def start(name: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -218,3 +223,15 @@ def test_convergence_compares_formats_and_goes_on_where_it_was(
 def apart(one: list[float], other: list[float]) -> float:
     """Mean absolute difference."""
     return statistics.fmean(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def test_sweep_granularity_compares_machines(tmp_path: Path) -> None:
+    picture = tmp_path / "sweep.png"
+    words = ["--model", "gpt-125m", "--tokens", "1x64", "--bucket-bytes", "16MiB..64MiB"]
+    out = run("sweep_granularity.py", *words, "--picture", str(picture))
+    rows = re.findall(r"^ *(\S+) +(\w+) +(\d+) MiB +(\S+) ms exposed$", out, re.MULTILINE)
+    exposed = {(machine, way, int(size)): float(ms) for machine, way, size, ms in rows}
+    assert len(exposed) == 2 * 2 * 3
+    for way in ("copy_engine", "kernel"):
+        assert 0 < 2 * exposed["gh200-480", way, 64] < exposed["h200-pcie5", way, 64]
+    assert picture.read_bytes()[:4] == b"\x89PNG"

@@ -25,7 +25,7 @@ LAYERS = (
     ("kernels",),
     ("measure",),
     ("activations", "optim"),
-    ("report", "tracing"),
+    ("report", "sweeping", "tracing"),
     ("ghoffload",),
     ("bandwidth", "check", "demo", "doctor", "watch"),
     ("cli",),

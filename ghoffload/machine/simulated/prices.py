@@ -58,7 +58,7 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
         # Products of query and key, and with value; backward computes the first again.
         first, products = (0, 2) if packet is _FLASH else (1, 5)
         query, key = args[first], args[first + 1]
-        length = math.prod(query.shape) * key.shape[-2]
+        length: int = math.prod(query.shape) * key.shape[-2]
         return length * 2.0 * products * (0.5 if causal else 1.0)
     formula = flop_registry.get(packet)
     return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
