@@ -340,6 +340,8 @@ def test_events_from_beyond_a_capture_stand_for_the_current_stream(
     current = FakeTorchStream(fake.device)
     recorded: list[object] = []
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: current)
+    handle = lambda index: current.cuda_stream  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", handle, raising=False)
     event = fake.event("last update")
     event.torch_event = SimpleNamespace(record=recorded.append, synchronize=lambda: None)
     fake.record(event, fake.h2d)

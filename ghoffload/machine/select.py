@@ -23,6 +23,9 @@ from ghoffload.machine.virtual_dispatch import EagerMode
 
 ENVIRONMENT_VARIABLE = "GHOFFLOAD_MACHINE"
 KINDS = ("virtual", "cuda", "simulated")
+"""What ``use_machine`` makes."""
+WORDS = ("virtual", "cuda", "cpu")
+"""What stands for a machine where one is given by a word."""
 
 
 class WrongDeviceError(ValueError):
@@ -138,9 +141,7 @@ def machine_for(device: torch.device, explicit: Machine | str | None = None) -> 
         _require_device(device, "cuda", "the cuda machine", source)
         return _cuda_machine(device)
     if not isinstance(machine, Machine):
-        raise ValueError(
-            f"{source} expects a Machine or one of {_listed((*KINDS, 'cpu'))}, got {machine!r}"
-        )
+        raise ValueError(f"{source} expects a Machine or one of {_listed(WORDS)}, got {machine!r}")
     what = f"the {machine.kind} machine"
     _require_device(device, machine.device.type, what, source)
     if device.type == "cuda" and _indexed(device) != _indexed(machine.device):
